@@ -41,21 +41,30 @@ bn{n} = LayerNormalization(b{n}, g{n})
 cq{n} = MatMul(bn{n}, wc{n})
 cq4{n} = Reshape(cq{n}, to_queries)
 cqt{n} = Transpose<perm=[0,2,1,3]>(cq4{n})
-cy{n} = Attention<scale=0.5>(cqt{n}, past_key_cross_{n}, past_value_cross_{n})
+cy{n} = Attention<scale=0.5>(cqt{n}, past_key_cross_{n}, past_value_cross_{n}{read})
 cyt{n} = Transpose<perm=[0,2,1,3]>(cy{n})
 cym{n} = Reshape(cyt{n}, merge)
 co{n} = MatMul(cym{n}, wd2{n})
 a{n} = Add(b{n}, co{n})
 """
+# One row for each token of the decoder.
+_READ = """
+read = Cast<to=9>(encoder_attention_mask)
+read4 = Unsqueeze(read, between)
+each = Equal(row, row)
+read_each = And(each, read4)
+read_bias = Where(read_each, shown, hidden)
+"""
 
 
-def growing(path: Path, seed: int = 0, *, crossed: bool = False) -> Path:
+def growing(path: Path, seed: int = 0, *, crossed: bool = False, masked: bool = False) -> Path:
     """Writes the decoder to a file; its inputs are ids, mask, positions and the cache.
 
     Args:
         path: The file.
         seed: Seed of the weights.
         crossed: Whether it also attends to what an encoder leaves: `past_key_cross_0`, ….
+        masked: Whether it leaves out what the encoder has padded: `encoder_attention_mask`.
     """
     rng = np.random.default_rng(seed)
     weights = {
@@ -84,8 +93,13 @@ def growing(path: Path, seed: int = 0, *, crossed: bool = False) -> Path:
         read = f"float[batch,{KV_HEADS},frames,{HEAD}]"
         names = [f"past_{part}_cross_{n}" for n in range(LAYERS) for part in ("key", "value")]
         inputs += "".join(f", {read} {name}" for name in names)
+    if masked:
+        inputs += ", int64[batch,frames] encoder_attention_mask"
+    bias = ", read_bias" if masked else ""
     block = _CROSS if crossed else _ALONE
-    layers = "".join(_LAYER.format(n=n, m=n + 1, cross=block.format(n=n)) for n in range(LAYERS))
+    crosses = [block.format(n=n, read=bias) for n in range(LAYERS)]
+    layers = _READ if masked else ""
+    layers += "".join(_LAYER.format(n=n, m=n + 1, cross=c) for n, c in enumerate(crosses))
     text = f"""
 <ir_version: 10, opset_import: ["" : 23]>
 decoder (int64[batch,sequence_length] input_ids,
@@ -140,14 +154,14 @@ present_value_cross_{n} = Transpose<perm=[0,2,1,3]>(cv4{n})
 """
 
 
-def encoder_decoder(folder: Path, seed: int = 0) -> Path:
-    """Writes a folder of onnxruntime-genai with an encoder of features and a decoder.
+def encoder_decoder(folder: Path, seed: int = 0, *, tokens: bool = False) -> Path:
+    """Writes a folder of onnxruntime-genai: an encoder of features or of tokens, and a decoder.
 
     The weight `g` is the same in both, `wu0` is not, and `wq0` is the same but is wanted in another
     layout where a mesh divides it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    growing(folder / "decoder.onnx", seed, crossed=True)
+    growing(folder / "decoder.onnx", seed, crossed=True, masked=tokens)
     held = onnx.load(folder / "decoder.onnx").graph.initializer
     same = {w.name: numpy_helper.to_array(w) for w in held if w.name in ("g", "wq0")}
     rng = np.random.default_rng(seed + 100)
@@ -163,11 +177,20 @@ def encoder_decoder(folder: Path, seed: int = 0) -> Path:
         for part in ("key", "value")
     )
     layers = "".join(_ENCODER_LAYER.format(n=n) for n in range(LAYERS))
+    inputs, first = f"float[batch,frames,{FEATURES}] features", ""
+    if tokens:
+        weights["rows"] = rng.normal(0, 2, (VOCAB, FEATURES))
+        inputs = "int64[batch,frames] input_ids, int64[batch,frames] attention_mask"
+        first = """
+given = Gather(rows, input_ids)
+real = Cast<to=1>(attention_mask)
+real3 = Unsqueeze(real, last)
+features = Mul(given, real3)"""
     text = f"""
 <ir_version: 10, opset_import: ["" : 23]>
-encoder (float[batch,frames,{FEATURES}] features) => ({outputs})
-<int64[4] to_keys = {{0,0,{KV_HEADS},{HEAD}}}>
-{{
+encoder ({inputs}) => ({outputs})
+<int64[4] to_keys = {{0,0,{KV_HEADS},{HEAD}}}, int64[1] last = {{-1}}>
+{{{first}
 up = MatMul(features, wu0)
 act = Gelu(up)
 down = MatMul(act, wq0)

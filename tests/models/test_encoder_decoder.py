@@ -1,4 +1,8 @@
-"""Encoder-decoders of Hugging Face: as transformers computes, and sharded as undivided."""
+"""Encoder-decoders of Hugging Face: as transformers computes, and sharded as undivided.
+
+Their export takes half a minute. The quick tier asks requests of a small one made by hand, and
+`test_optimum_form.py` has a T5 that is exported in another way.
+"""
 
 import json
 from collections.abc import Callable
@@ -20,6 +24,7 @@ from onnxpar_runtime.generation.encoder import token_feeds
 from onnxpar_runtime.generation.generator import Generator
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
+from tests.decoders import HEAD, VOCAB, encoder_decoder
 from tests.models.cached import cached_logits
 from tests.runtime.serving.servers import served
 
@@ -55,8 +60,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     @cache
     def written(family: str) -> Path:
-        module, encoder, decoder = built(family)
         folder: Path = tmp_path_factory.mktemp(family) / "model"
+        if family == "small":
+            return encoder_decoder(folder, tokens=True)
+        module, encoder, decoder = built(family)
         made.save_folder(module.config, encoder, decoder, folder)
         return folder
 
@@ -105,10 +112,8 @@ def logits(folder: Path, read: dict[str, Any], ids: Any) -> Any:
     return cached_logits(session, ids, range(PROMPT, LENGTH + 1), own, fixed=fixed)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=() if f == "t5" else pytest.mark.full) for f in made.FAMILIES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", made.FAMILIES)
 def test_it_computes_what_transformers_does(folder_of: Callable[[str], Path], family: str) -> None:
     read = source(family)
     ids = np.random.default_rng(1).integers(0, 256, (ROWS, LENGTH))
@@ -120,13 +125,10 @@ def test_it_computes_what_transformers_does(folder_of: Callable[[str], Path], fa
     assert np.abs(got - want).max() <= RTOL * np.abs(want).max()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "strategy", "steps"),
-    [
-        pytest.param("whisper", "tp=2", 128, marks=pytest.mark.full),
-        ("t5", "dp=2,tp=2", 12),
-        pytest.param("bart", "tp=2", 12, marks=pytest.mark.full),
-    ],
+    [("whisper", "tp=2", 128), ("t5", "dp=2,tp=2", 12), ("bart", "tp=2", 12)],
 )
 def test_sharded_it_generates_the_same(
     folder_of: Callable[[str], Path], sharded: Sharded, family: str, strategy: str, steps: int
@@ -144,7 +146,10 @@ def test_sharded_it_generates_the_same(
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
-    [("t5", "tp=2"), pytest.param("t5", "dp=2", marks=pytest.mark.full)],
+    [
+        ("small", "tp=2"),
+        *(pytest.param("t5", strategy, marks=pytest.mark.full) for strategy in ("tp=2", "dp=2")),
+    ],
 )
 def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
     sharded: Sharded, family: str, strategy: str
@@ -152,7 +157,8 @@ def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
     """Texts of 1 to 15 tokens, in 4 slots; then with memory for few of them, and by HTTP."""
     out = sharded(family, strategy)
     rng = np.random.default_rng(7)
-    texts = [rng.integers(3, 256, 1 + 2 * n).tolist() for n in range(8)]
+    words, width = (VOCAB, HEAD) if family == "small" else (256, 16)
+    texts = [rng.integers(3, words, 1 + 2 * n).tolist() for n in range(8)]
     news = [int(n) for n in rng.integers(1, 12, 8)]
 
     def alone(m: Generator) -> list[Drawn]:
@@ -203,9 +209,9 @@ def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
         first = sorted(one[0][1] for one in want)
         assert np.diff(first).min() > 0 and np.median(np.diff(first)) > 0.01
         check(ranks.on_each(lambda m: turns(m, slots=4)), range(4, 5))
-        # Two layers, keys and values of 4 heads of 16 floats; tp=2 halves them. The least cache has
+        # Two layers, keys and values of 4 heads; tp=2 halves them. The least cache has
         # 64 columns, and 32 tokens may be read: 5 of that for one request, 3 and 2 for another.
-        row = 2 * 2 * 4 * 16 * 4 * (64 + 32) // (2 if strategy == "tp=2" else 1)
+        row = 2 * 2 * 4 * width * 4 * (64 + 32) // (2 if strategy == "tp=2" else 1)
         check(ranks.on_each(lambda m: turns(m, cache_memory=8 * row)), range(2, 8))
     if strategy == "tp=2":
         with served(2, out, "--start", "3", "--slots", "4", "--max-length", "32") as server:
@@ -236,12 +242,9 @@ SEARCHES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("family", "strategy"),
-    [
-        ("t5", "tp=2"),
-        *(pytest.param(f, "dp=2,tp=2", marks=pytest.mark.full) for f in made.FAMILIES),
-    ],
+    ("family", "strategy"), [("t5", "tp=2"), *((f, "dp=2,tp=2") for f in made.FAMILIES)]
 )
 def test_beam_search_finds_what_transformers_does(
     sharded: Sharded, family: str, strategy: str
@@ -266,6 +269,7 @@ def test_beam_search_finds_what_transformers_does(
             compare(first, module, read, how, sorted(eos), new, rtol=RTOL)
 
 
+@pytest.mark.full
 def test_a_table_of_both_is_stored_once(sharded: Sharded) -> None:
     out = sharded("t5", "tp=2")
     names = [name for name in Manifest.load(out).parameters if name.endswith("shared.weight")]
