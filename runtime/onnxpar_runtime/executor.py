@@ -83,7 +83,9 @@ class _Binding:
     options: Any
     # Whether its next run is captured as a CUDA graph; later runs replay it.
     captures: bool = False
-    inputs: dict[str, Any] = field(default_factory=dict)
+    # The arrays that onnxruntime reads on the host, and its memory on the GPU.
+    arrays: dict[str, Array] = field(default_factory=dict)
+    on_gpu: dict[str, Any] = field(default_factory=dict)
     # The buffers of the outputs that are not states, once a run has made them.
     outputs: list[Any] = field(default_factory=list)
     system: list[_Number] = field(default_factory=list)
@@ -139,6 +141,8 @@ class Executor:
         self._sums = manifest.training.sums if manifest.training else {}
         self._handed = {v.name for v in self.program.handed_out} | manifest.supplying(program)
         self._coordinates = coordinates(self.rank.index, manifest.atoms)
+        # By sizes and mode. Runs of a binding need no other nodes than its first: to load a graph
+        # drops all bindings.
         self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
         self._captures = count()
         self._saved = self._writes_saved_states()
@@ -293,14 +297,8 @@ class Executor:
         """
         feeds = given.feeds
         mode = int(given.numbers.get(ACCUMULATE, ALONE))
-        key = feeds.key, self._mode(mode)
-        binding = self._bindings.get(key)
-        if binding is None:
-            self._require(feeds.values, mode)
-            key = feeds.key, self._mode(mode)
-            binding = self._bindings[key] = self._bind(feeds, key[1])
-            while len(self._bindings) > _MAX_BINDINGS:
-                self._bindings.popitem(last=False)
+        key = feeds.key, mode
+        binding = self._bindings.get(key) or self._new_binding(key, feeds, mode)
         self._bindings.move_to_end(key)
         self._feed(binding, feeds.local)
         for name in self._taken:
@@ -341,15 +339,17 @@ class Executor:
         self._let_go(binding)
         return results
 
-    def _mode(self, mode: int) -> int:
-        """Returns how the loaded graph is told to add up gradients in a mode of a run."""
-        return FIRST if self._several and mode == ALONE else mode
-
-    def _require(self, values: Mapping[str, int], mode: int) -> None:
-        """Loads the whole graph if a run needs what was left out of it."""
-        padded = not all(mark.needless(values) for mark in self._left_out)
+    def _new_binding(self, key: tuple[Any, ...], feeds: Feeds, mode: int) -> _Binding:
+        """Makes and keeps the binding of a run, after loading the nodes that it needs."""
+        padded = not all(mark.needless(feeds.values) for mark in self._left_out)
         if padded or (mode and not self._several):
             self.expect((), several=bool(mode) or self._several)
+        if self._several and mode == ALONE:
+            mode = FIRST
+        binding = self._bindings[key] = self._bind(feeds, mode)
+        while len(self._bindings) > _MAX_BINDINGS:
+            self._bindings.popitem(last=False)
+        return binding
 
     def _show(self, made: Mapping[str, Any]) -> None:
         """Hands what a run has made to those who look at it."""
@@ -424,6 +424,7 @@ class Executor:
         for entry in self.program.system_inputs:
             if entry.name in self.graph_inputs:
                 memory = self.system_memory(entry, values)
+                # Not those of `FIXED`: only `ACCUMULATE` is part of a binding's key.
                 differs = entry.symbol is None and entry.atom is None and entry.kind != ACCUMULATE
                 if entry.kind == ACCUMULATE:
                     memory[...] = mode
@@ -431,7 +432,7 @@ class Executor:
                 if differs or number.on_gpu:
                     binding.system.append(number)
                 if not number.on_gpu:
-                    binding.inputs[entry.name] = bind_input(binding.io, entry.name, memory)
+                    self._bind_array(binding, entry.name, memory)
         self._bind_outputs(binding)
         return binding
 
@@ -497,15 +498,19 @@ class Executor:
             if isinstance(array, Staged) or name in self.on_gpu:
                 self._put(binding, name, array)
             else:
-                binding.inputs[name] = bind_input(binding.io, name, array)
+                self._bind_array(binding, name, array)
+
+    def _bind_array(self, binding: _Binding, name: str, array: Array) -> None:
+        bind_input(binding.io, name, array)
+        binding.arrays[name] = array
 
     def _put(self, binding: _Binding, name: str, array: Array | Staged) -> None:
         """Enqueues writing an input to the binding's memory on the GPU."""
         assert self.queue is not None
-        kept = binding.inputs.get(name)
+        kept = binding.on_gpu.get(name)
         if kept is None:
             kept = empty(array.shape, array.dtype, self.device.value, self._index)
-            binding.inputs[name] = kept
+            binding.on_gpu[name] = kept
             binding.io.bind_ortvalue_input(name, kept)
         staged = array if isinstance(array, Staged) else self.queue.stage(array)
         staged.put(kept.data_ptr())
@@ -513,11 +518,10 @@ class Executor:
     @property
     def bound_bytes(self) -> int:
         """Bytes of the inputs that are bound to the session, without states."""
-        values = {id(v): v for b in self._bindings.values() for v in b.inputs.values()}
-        return sum(
-            v.nbytes if isinstance(v, np.ndarray) else v.tensor_size_in_bytes()
-            for v in values.values()
-        )
+        bindings = self._bindings.values()
+        arrays = {id(array): array.nbytes for b in bindings for array in b.arrays.values()}
+        on_gpu: list[int] = [v.tensor_size_in_bytes() for b in bindings for v in b.on_gpu.values()]
+        return sum(arrays.values()) + sum(on_gpu)
 
     def close(self) -> None:
         """Frees the session."""

@@ -31,18 +31,15 @@ def to_ort(array: Array, device: str = "cpu", index: int = 0) -> Any:
     return make.ortvalue_from_numpy(array)
 
 
-def bind_input(binding: Any, name: str, array: Array) -> Any:
+def bind_input(binding: Any, name: str, array: Array) -> None:
     """Binds an input to a C-contiguous array in host memory, which onnxruntime reads itself.
 
-    Returns:
-        What holds the memory, as long as it is bound.
+    The binding keeps the array alive.
     """
     if array.dtype == _BFLOAT16.dtype:
-        value = to_ort(array)
-        binding.bind_ortvalue_input(name, value)
-        return value
-    binding.bind_cpu_input(name, array)
-    return array
+        binding.bind_ortvalue_input(name, to_ort(array))
+    else:
+        binding.bind_cpu_input(name, array)
 
 
 def empty(shape: Sequence[int], dtype: np.dtype[Any], device: str, index: int) -> Any:

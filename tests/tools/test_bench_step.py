@@ -30,6 +30,12 @@ def test_every_mode_of_two_ranks_has_a_goal() -> None:
     assert step.goal(row(step.BASE, (1.0,))) is None
 
 
+def test_tiny_networks_have_no_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(ONE, (1.0,))]
+    assert len(step.tell(rows, quick=False)) == 1 and "0.680" in capsys.readouterr().out
+    assert step.tell(rows, quick=True) == [] and "0.680" not in capsys.readouterr().out
+
+
 def test_a_network_is_not_cut_into_more_stages_than_it_has_parts() -> None:
     modes = ["one", "pp"]
     assert [s.ranks for s in step.sides("torch", modes, [2, 4], "mlp")] == [1, 2]

@@ -1,5 +1,6 @@
 """Benchmark scripts that other scripts start, run by hand."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,9 @@ def test_a_script_names_the_one_that_starts_it(script: str) -> None:
         assert done.returncode == 2
         assert done.stderr == f"{script} is started by {driver}; run `{driver} --help` instead\n"
         assert (BENCH / DRIVERS[script]).is_file()
+
+
+def test_scripts_with_an_interpreter_can_be_run() -> None:
+    scripts = [p for p in BENCH.parent.rglob("*") if p.is_file() and p.read_bytes()[:2] == b"#!"]
+    assert len(scripts) > 20
+    assert [p for p in scripts if not os.access(p, os.X_OK)] == []

@@ -45,8 +45,9 @@ def with_rounds(
     parser: argparse.ArgumentParser, turn: float, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
     """Reads a command line that also has the rounds, and the seconds of a turn."""
-    parser.add_argument("--rounds", type=int, default=15, help="number of turns of each side")
-    parser.add_argument("--turn", type=float, default=turn, help="seconds of the first side's turn")
+    parser.add_argument("--rounds", type=int, default=15, help="number of turns of each side (15)")
+    text = f"seconds of the first side's turn ({turn:g})"
+    parser.add_argument("--turn", type=float, default=turn, help=text)
     found = parser.parse_args(arguments)
     if found.rounds < 1 or found.turn <= 0:
         parser.error("--rounds and --turn: positive numbers are needed")

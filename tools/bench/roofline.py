@@ -197,8 +197,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     names = ["mlp", "gpt", *IMAGES]
     parser.add_argument("--model", nargs="+", choices=names, default=names)
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument(
+        "--threads", nargs="+", type=int, default=[1, 2], help="one table for each number (1 2)"
+    )
+    parser.add_argument("--steps", type=int, default=7, help="steps under the profiler (7)")
     options = parser.parse_args(arguments)
     print(conditions(), flush=True)
     with tempfile.TemporaryDirectory(prefix="onnxpar-roofline-") as scratch:

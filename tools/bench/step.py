@@ -90,13 +90,15 @@ def sides(system: str, modes: Sequence[str], ranks: Sequence[int], network: str)
     for mode in modes:
         way, level = MODES[mode]
         for count in (1,) if mode == "one" else ranks:
-            if mode != "pp" or count <= LEAST_PARTS.get(network, count):
-                found.append(Side(system, way, count, 2 if count == 1 else 1, level=level))
+            if mode == "pp" and count > LEAST_PARTS.get(network, count):
+                print(f"{network}, {system} pp{count}: left out, there are fewer parts than stages")
+                continue
+            found.append(Side(system, way, count, 2 if count == 1 else 1, level=level))
     return found
 
 
 def goal(row: Row) -> float | None:
-    """The largest ratio that a row may have; None if there is no goal for it."""
+    """The largest ratio that a row of a full network may have; None if there is no goal for it."""
     wanted = (row.side.way, row.side.level)
     if row.side.system != "onnxpar" or row.side.ranks > 2:
         return None
@@ -107,11 +109,11 @@ def goal(row: Row) -> float | None:
     return None
 
 
-def tell(rows: Sequence[Row]) -> list[str]:
+def tell(rows: Sequence[Row], quick: bool) -> list[str]:
     """Prints a case's lines of the table; returns which goals do not hold."""
     missed = []
     for row in rows:
-        most = goal(row)
+        most = None if quick else goal(row)
         took = [median(found) * 1e3 for found in (row.seconds, row.processor)]
         numbers = (row.ratio, min(row.ratios), max(row.ratios))
         if row.side.system == "onnxpar":
@@ -162,13 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for model in options.model:
             network = model.split("-", maxsplit=1)[0]
             ours = sides("onnxpar", options.mode, options.ranks, network)
-            theirs = sides("torch", options.mode, options.ranks, network)
-            beside = [s for s in theirs if s.ranks > 1] if options.torch_parallel else []
+            theirs = options.torch_parallel and sides("torch", options.mode, options.ranks, network)
+            beside = [side for side in theirs or () if side.ranks > 1]
             for optimizer in options.optimizer:
                 job = Job(model=model, optimizer=optimizer, quick=options.quick)
                 job = replace(job, options=tuple(options.ort))
                 rows = measure([BASE, *ours, *beside], job, prepared, options.rounds, options.turn)
-                missed += tell(rows)
+                missed += tell(rows, options.quick)
                 every += rows
                 for side in ours if options.profile else ():
                     found = profile(side, job, prepared)

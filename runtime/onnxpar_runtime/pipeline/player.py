@@ -1,7 +1,6 @@
 """Plays a schedule on one rank: computations in its order, and messages meanwhile."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -14,8 +13,6 @@ from onnxpar_runtime.pipeline.schedule import Action, Edge, Message, PlayedSched
 from onnxpar_runtime.pipeline.schedule_kinds import make
 from onnxpar_runtime.pipeline.transfers import with_transfers
 from onnxpar_runtime.tracing.timeline import Timeline
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Work(Protocol):
@@ -100,7 +97,8 @@ def play(
     timeline.played += 1
     for step in program.ranks[place.stage]:
         if isinstance(step, Action):
-            with _span(timeline, step):
+            facts = {"step": timeline.played, "chunk": step.chunk, "micro_batch": step.micro_batch}
+            with timeline.span(ACTION, f"{step.kind.value}{step.micro_batch}", **facts):
                 work.compute(step)
             continue
         peer = place.counterpart(step.peer)
@@ -117,14 +115,6 @@ def play(
                 work.arrived(step.message, [carrier.take(value) for value in received])
             case Point.WAIT_SEND:
                 pass  # what is sent has been copied
-
-
-def _span(timeline: Timeline, action: Action) -> AbstractContextManager[None]:
-    """Records what an action does, if anything is recorded."""
-    if not timeline.recording:
-        return _NOTHING
-    facts = {"step": timeline.played, "chunk": action.chunk, "micro_batch": action.micro_batch}
-    return timeline.span(ACTION, f"{action.kind.value}{action.micro_batch}", **facts)
 
 
 def _post(

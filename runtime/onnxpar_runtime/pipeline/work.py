@@ -155,9 +155,9 @@ class VirtualStages:
         self.made = _made(manifest, program, self._values.stages, self._pipeline.stages)
         own = self._pipeline.virtual_stages_of(self._place.stage)
         parts = [name for stage in own for name in self._values.stages[stage].programs]
-        self._executors = {name: load(name) for name in parts if _makes(manifest, name)}
+        loaded = {name: load(name) for name in parts if _makes(manifest, name)}
         # All of a rank's parts are on one device. Without parts, nothing is sent.
-        queues = [executor.queue for executor in self._executors.values()]
+        queues = [part.queue for part in loaded.values()]
         self._queue = queues[0] if queues else None
         self._carrier: Carrier = (
             HostCarrier(rank) if self._queue is None else DeviceCarrier(rank, self._queue)
@@ -186,7 +186,7 @@ class VirtualStages:
                     for value in part.program.handed_out
                 ],
             )
-            for name, part in self._executors.items()
+            for name, part in loaded.items()
         }
         self._counters: Mapping[str, int] = {}
         self._more: Numbers | None = None
@@ -208,7 +208,7 @@ class VirtualStages:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the rank's parts."""
-        return tuple(self._executors)
+        return tuple(self._loaded)
 
     def run(
         self,
@@ -309,6 +309,7 @@ class VirtualStages:
             known = self._known[feeds.sizes] = {}
             while len(self._known) > _MAX_SIZES:
                 self._known.popitem(last=False)
+        self._known.move_to_end(feeds.sizes)
         if value.name not in known:
             known[value.name] = self._described(value, feeds.values)
         return known[value.name]
