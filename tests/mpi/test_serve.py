@@ -49,18 +49,13 @@ BAD = [
 ]
 
 
-@pytest.fixture(scope="module", params=["tp=2", "pp=2"])
+# `test_generate.py` has stages under mpirun, and `test_requests.py` requests of stages.
+@pytest.fixture(scope="module", params=["tp=2", pytest.param("pp=2", marks=pytest.mark.full)])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder over two ranks, whose cache is extended in place."""
     folder = tmp_path_factory.mktemp("served")
     out: Path = shard_model(decoder("in_place", folder), request.param, folder / "two").out
     return out
-
-
-# What is refused, and how a server ends, does not depend on what a rank has of the decoder.
-ends = pytest.mark.parametrize(
-    "directory", ["tp=2", pytest.param("pp=2", marks=pytest.mark.full)], indirect=True
-)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +161,6 @@ def test_clients_get_what_each_would_get_alone(
     assert [calls.reason for calls in read_calls(tmp_path)] == ["asked by SIGUSR1"] * 2
 
 
-@ends
 def test_more_requests_than_slots_and_queue_are_refused(directory: Path) -> None:
     """While rank 1 is stopped, no answer can be complete."""
     options = ["--slots", "1", "--queue", "1", "--max-length", "64"]
@@ -187,7 +181,6 @@ def test_more_requests_than_slots_and_queue_are_refused(directory: Path) -> None
         assert len(choices(server, {"prompt": [7], "max_tokens": 3})[0]) == 3
 
 
-@ends
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_rank_that_is_ended_ends_all(rank: int, directory: Path) -> None:
     """A client that still waits gets an error in the form that it knows."""
