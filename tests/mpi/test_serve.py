@@ -207,9 +207,10 @@ def test_a_rank_that_is_ended_ends_all(rank: int, directory: Path) -> None:
             ["--max-length", "64", "--host", "no.such.host.invalid"],
             "--host no.such.host.invalid --port 0:",
         ),
-        (
+        pytest.param(
             ["--max-length", "64", "--tokenizer", "nowhere"],
             "--tokenizer nowhere: expected a folder with tokenizer.json",
+            marks=pytest.mark.full,
         ),
     ],
 )

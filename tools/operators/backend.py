@@ -21,10 +21,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from onnx.backend.test import loader
-from onnx.reference.ops import op_pool_common
 
 from onnxpar.api.shard_model import analyse
 from onnxpar.core.errors import OnnxparError, ShardingError
@@ -48,7 +46,6 @@ Array = NDArray[Any]
 MESHES = (Mesh.of(x=2), Mesh.of(x=2, y=2))
 # Operands that say shapes, axes and numbers are at most this large; in real models constants.
 SMALL, SCALES = 64, 8
-SLOW_POOL: Any = op_pool_common.pool
 NEWEST_IR = 13  # that onnxruntime 1.31 reads
 
 PASSED, WRONG, FAILED, CRASHED = "passed", "wrong", "failed", "crashed"
@@ -122,32 +119,12 @@ def cases() -> dict[str, Case]:
     """All node tests, by name."""
     with (
         warnings.catch_warnings(),
-        # Half of the time would be spent on three results, and more on the text of documentation.
-        patch("onnx.reference.ops.op_pool_common.pool", _pool),
+        # It makes the text of documentation, for which nobody asks here.
         patch("onnx.backend.test.case.base.process_snippet", lambda *_: ("", "")),
     ):
         warnings.simplefilter("ignore")  # the tests' own data overflow on purpose
         found = [_case(t) for t in loader.load_model_tests(kind="node")]
     return {case.name: case for case in found}
-
-
-def _pool(
-    x: Array, shape: Sequence[int], kernel: Sequence[int], strides: Sequence[int],
-    result: Sequence[int], kind: str, *more: Any, p: int = 1, **others: Any,
-) -> Array:  # fmt: skip
-    """As ONNX's own, which loops over all elements; that one where there are pads or dilations."""
-    every = tuple(slice(None, None, step) for step in strides or ())
-    windows = sliding_window_view(x, tuple(kernel), tuple(range(2, x.ndim)))[:, :, *every]
-    if more or others or list(windows.shape[2 : x.ndim]) != list(result):
-        made = SLOW_POOL(x, shape, kernel, strides, result, kind, *more, p=p, **others)
-        return np.asarray(made)
-    windows = windows.reshape(*windows.shape[: x.ndim], -1)
-    found = {
-        "AVG": lambda: windows.mean(-1),
-        "MAX": lambda: windows.max(-1),
-        "LPPOOL": lambda: (np.abs(windows) ** p).sum(-1) ** (1 / p),
-    }[kind]()
-    return np.asarray(found.astype(x.dtype))
 
 
 def _case(test: Any) -> Case:

@@ -335,7 +335,10 @@ def test_what_fsdp_has_saved_on_two_ranks_is_read(gpt: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "mesh: {dp: 2}\noptimizer_parallel: {level: 3, threshold: 0}\n",
+        pytest.param(
+            "mesh: {dp: 2}\noptimizer_parallel: {level: 3, threshold: 0}\n",
+            marks=pytest.mark.full,
+        ),
         "mesh: {tp: 2}\npipeline: {stages: 2, micro_batches: 2, schedule: 1f1b}\n",
     ],
 )

@@ -207,8 +207,8 @@ REPLICATED = ("norms that begin alike", "copied layers", "an exponential")
 @pytest.mark.parametrize(
     ("case", "optimize"),
     [
-        # Exports of networks that differ in one place; a third of them, and all in the full tier.
-        *((case, True) for case in (CASES if FULL else list(CASES)[::3])),
+        # Exports of networks that differ in one place; a quarter of them, and all in the full tier.
+        *((case, True) for case in (CASES if FULL else list(CASES)[::4])),
         *((case, False) for case in (CASES if FULL else list(REPLICATED)[:1])),
     ],
 )
