@@ -323,9 +323,10 @@ def test_what_nccl_reports_ends_all_ranks(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
+        pytest.param(
             {"ONNXPAR_TIMEOUT": "1"},
             "rank 0: AllReduce 'here' on group [0, 1]: waited 1 s for the other ranks",
+            marks=pytest.mark.full,
         ),
         (
             {"STANDIN_NCCL_ASYNC": "5"},

@@ -239,7 +239,9 @@ def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux's /proc")
-@pytest.mark.parametrize("waits", ["none", "first", pytest.param("last", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "waits", ["none", *(pytest.param(w, marks=pytest.mark.full) for w in ("first", "last"))]
+)
 def test_an_interrupt_is_reported_once_and_ends_all_ranks(tmp_path: Path, waits: str) -> None:
     """An interrupt during a computation, and while a rank waits in a collective."""
     directory = hand_made.endless(tmp_path / "a", {"none": None, "first": 0, "last": 1}[waits])

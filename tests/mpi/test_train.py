@@ -190,7 +190,10 @@ def memory(pid: int) -> set[Path]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("body", "whom"),
-    [(SLOW, "mpirun"), pytest.param(STUCK, "mpirun", marks=pytest.mark.full), (SLOW, "rank")],
+    [
+        *(pytest.param(body, "mpirun", marks=pytest.mark.full) for body in (SLOW, STUCK)),
+        (SLOW, "rank"),
+    ],
 )
 def test_an_interrupt_ends_all_ranks(tmp_path: Path, body: str, whom: str) -> None:
     directory = regression(tmp_path / "a")

@@ -81,7 +81,7 @@ full = pytest.mark.full
     ("schedule", "chunks"),
     [
         ("interleaved", 3),
-        ("zb-h1", 1),
+        pytest.param("zb-h1", 1, marks=full),
         pytest.param("1f1b", 1, marks=full),
         pytest.param("gpipe", 1, marks=full),
     ],
