@@ -83,9 +83,9 @@ class _Binding:
     options: Any
     # Whether its next run is captured as a CUDA graph; later runs replay it.
     captures: bool = False
-    # The arrays that onnxruntime reads on the host, and its memory on the GPU.
-    arrays: dict[str, Array] = field(default_factory=dict)
-    on_gpu: dict[str, Any] = field(default_factory=dict)
+    # Inputs that onnxruntime reads on the host, and the memory of those that it reads on the GPU.
+    host_inputs: dict[str, Array] = field(default_factory=dict)
+    gpu_inputs: dict[str, Any] = field(default_factory=dict)
     # The buffers of the outputs that are not states, once a run has made them.
     outputs: list[Any] = field(default_factory=list)
     system: list[_Number] = field(default_factory=list)
@@ -424,7 +424,7 @@ class Executor:
         for entry in self.program.system_inputs:
             if entry.name in self.graph_inputs:
                 memory = self.system_memory(entry, values)
-                # Not those of `FIXED`: only `ACCUMULATE` is part of a binding's key.
+                # Of the kinds in `FIXED`, only `ACCUMULATE` is part of a binding's key.
                 differs = entry.symbol is None and entry.atom is None and entry.kind != ACCUMULATE
                 if entry.kind == ACCUMULATE:
                     memory[...] = mode
@@ -502,15 +502,15 @@ class Executor:
 
     def _bind_array(self, binding: _Binding, name: str, array: Array) -> None:
         bind_input(binding.io, name, array)
-        binding.arrays[name] = array
+        binding.host_inputs[name] = array
 
     def _put(self, binding: _Binding, name: str, array: Array | Staged) -> None:
         """Enqueues writing an input to the binding's memory on the GPU."""
         assert self.queue is not None
-        kept = binding.on_gpu.get(name)
+        kept = binding.gpu_inputs.get(name)
         if kept is None:
             kept = empty(array.shape, array.dtype, self.device.value, self._index)
-            binding.on_gpu[name] = kept
+            binding.gpu_inputs[name] = kept
             binding.io.bind_ortvalue_input(name, kept)
         staged = array if isinstance(array, Staged) else self.queue.stage(array)
         staged.put(kept.data_ptr())
@@ -519,8 +519,10 @@ class Executor:
     def bound_bytes(self) -> int:
         """Bytes of the inputs that are bound to the session, without states."""
         bindings = self._bindings.values()
-        arrays = {id(array): array.nbytes for b in bindings for array in b.arrays.values()}
-        on_gpu: list[int] = [v.tensor_size_in_bytes() for b in bindings for v in b.on_gpu.values()]
+        arrays = {id(array): array.nbytes for b in bindings for array in b.host_inputs.values()}
+        on_gpu: list[int] = [
+            v.tensor_size_in_bytes() for b in bindings for v in b.gpu_inputs.values()
+        ]
         return sum(arrays.values()) + sum(on_gpu)
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ g (float[batch, 6] x) => (float[batch, 6] y) {
 
 
 def gpt() -> ir.Model:
-    return transformer.build(layers=1, d_model=16, heads=2, vocab=32)
+    return transformer.build(layers=2, d_model=16, heads=2, vocab=32)
 
 
 def shard_both(folder: Path, strategy: str) -> Path:
@@ -167,15 +167,15 @@ Q = "/layer0/attn/q_proj/MatMul"
 FORWARD: list[tuple[str, Change, Sequence[int], str]] = [
     # What is planted, on which ranks (none: on all), and the node to be found.
     ("scaled, heads", scaled(f"{Q}_output_0"), [1], Q),
-    ("scaled, columns", scaled("/layer0/mlp/Gelu_output_0"), [2], "/layer0/mlp/Gelu"),
+    ("scaled, columns", scaled("/layer1/mlp/Gelu_output_0"), [2], "/layer1/mlp/Gelu"),
     ("scaled, partial", scaled("/layer0/mlp/fc2/MatMul_output_0"), [3], "/layer0/mlp/fc2/MatMul"),
     ("noise, heads", noisy("/layer0/attn/Softmax_output_0"), [0], "/layer0/attn/Softmax"),
-    ("noise, replicated", noisy("/layer0/residual1/Add_output_0"), [3], "/layer0/residual1/Add"),
-    ("attribute, all", with_attribute("Softmax", "axis", 2), [], "/layer0/attn/Softmax"),
+    ("noise, replicated", noisy("/layer1/residual1/Add_output_0"), [3], "/layer1/residual1/Add"),
+    ("attribute, all", with_attribute("Softmax", "axis", 2), [], "/layer1/attn/Softmax"),
     ("attribute, one", with_attribute("LayerNormalization", "epsilon", 0.5), [1],
      "/ln_f/LayerNormalization"),
     ("not reduced, 1", bypassed(1), [], "/layer0/attn/out_proj/Add"),
-    ("not reduced, 2", bypassed(2), [], "/layer0/mlp/fc2/Add"),
+    ("not reduced, 2", bypassed(4), [], "/layer1/mlp/fc2/Add"),
 ]  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def test_faults_of_a_forward_program(
         assert len(at.index) == 3
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [0, 2, 4])
 def test_wrong_groups(forward: Path, tmp_path: Path, number: int) -> None:
     directory = _each_rank(forward, tmp_path, "model", misgrouped(number))
     graph = onnx.load(forward / "rank0000.model.onnx", load_external_data=False).graph
@@ -241,7 +241,7 @@ def test_wrong_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operator: 
 
 
 # One node computes the gradient of an attention, under the name of its last product.
-BACKWARD = "/layer0/attn/values/MatMul/grad/FusedMatMul.1"
+BACKWARD = "/layer1/attn/values/MatMul/grad/FusedMatMul.1"
 PRODUCT = "/layer0/mlp/fc1/MatMul/grad/FusedMatMul"
 
 
@@ -250,8 +250,8 @@ PRODUCT = "/layer0/mlp/fc1/MatMul/grad/FusedMatMul"
     [
         (scaled(f"{BACKWARD}.out"), [2], BACKWARD),
         (noisy(f"{PRODUCT}.out"), [1], PRODUCT),
-        pytest.param(scaled("/layer0/ln2/LayerNormalization_output_0"), [0],
-                     "/layer0/ln2/LayerNormalization", marks=pytest.mark.full),
+        pytest.param(scaled("/layer1/ln2/LayerNormalization_output_0"), [0],
+                     "/layer1/ln2/LayerNormalization", marks=pytest.mark.full),
     ],
     ids=["backward", "noise", "forward"],
 )  # fmt: skip
@@ -276,11 +276,11 @@ def test_nothing_is_wrong(training: Path, forward: Path) -> None:
     """Differences that rounding explains are not faults: the bias of keys has no gradient."""
     for directory in (training, forward):
         found = runtime.first_difference(directory, directory.parent / "one", CASE)
-        assert found.first is None and found.agree > 40
+        assert found.first is None and found.agree > 70
     pipeline = training.parent / "stages"
     shard(pipeline, gpt(), "pp=2,dp=2")
     found = runtime.first_difference(pipeline, training.parent / "one", CASE)
-    assert found.first is None and found.agree > 100
+    assert found.first is None and found.agree > 190
 
 
 def test_the_command(forward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

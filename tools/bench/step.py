@@ -164,8 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for model in options.model:
             network = model.split("-", maxsplit=1)[0]
             ours = sides("onnxpar", options.mode, options.ranks, network)
-            theirs = options.torch_parallel and sides("torch", options.mode, options.ranks, network)
-            beside = [side for side in theirs or () if side.ranks > 1]
+            modes = options.mode if options.torch_parallel else ()
+            theirs = sides("torch", modes, options.ranks, network)
+            beside = [side for side in theirs if side.ranks > 1]
             for optimizer in options.optimizer:
                 job = Job(model=model, optimizer=optimizer, quick=options.quick)
                 job = replace(job, options=tuple(options.ort))

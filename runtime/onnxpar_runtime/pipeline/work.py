@@ -329,7 +329,7 @@ class VirtualStages:
     # -- running -----------------------------------------------------------------------------------
 
     def _run(self, virtual: int, name: str | None, index: int) -> None:
-        loaded = self._loaded.get(name) if name is not None else None
+        loaded = self._loaded.get(name or "")
         if loaded is None:
             return
         micro, held = self._micro[index], self._held[virtual, index]
