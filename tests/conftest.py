@@ -30,6 +30,10 @@ for number, default in (
 # them again and again takes a fifth of the time of the tests that transform models.
 gc.set_threshold(100_000, 20, 50)
 
+# A pool of threads that OpenBLAS starts with NumPy, and that few tests need, spins at first: a tenth
+# of a second of a core in each program that a test starts.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 numbers = count()
 folders = tempfile.TemporaryDirectory(prefix="onnxpar-tests-")
 

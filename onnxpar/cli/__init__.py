@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from onnxpar.core.errors import OnnxparError
+from onnxpar.core.garbage import no_collection
 from onnxpar.core.version import __version__
 from onnxpar_format.place import find_place
 from onnxpar_format.texts import message_text
@@ -79,11 +80,18 @@ def collect_rarely() -> None:
     """Makes Python's garbage collection rare, for a process that transforms models and ends.
 
     A model is hundreds of thousands of objects that live as long as the process. To traverse them
-    again and again takes a fifth of the time of `shard`. When Python ends, it traverses them three
-    more times, with those of all modules, which takes half a second or more: `gc.freeze` exempts
-    them.
+    again and again takes a fifth of the time of `shard`.
     """
     gc.set_threshold(1_000_000, 20, 50)
+    end_without_collection()
+
+
+def end_without_collection() -> None:
+    """Exempts all objects from garbage collection when the process ends.
+
+    Python would traverse them three times, with those of all modules: a fifth of the processor time
+    of a rank that starts and ends, half a second or more after a model was transformed.
+    """
     atexit.register(gc.freeze)
 
 
@@ -136,8 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows `onnxpar`; the process's own by default.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None and not {*given[:1]} & {*_COMPUTING, "launch"}:
-        collect_rarely()
+    if arguments is None:
+        if {*given[:1]} & {*_COMPUTING, "launch"}:
+            end_without_collection()
+        else:
+            collect_rarely()
     name = given[0] if given else None
     with _interruptible(name, ours=arguments is None) as interrupts:
         try:
@@ -151,8 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str], name: str | None, interrupts: "_ProgramSignals") -> int:
-    app = build_app(name)
-    import typer
+    with no_collection():
+        app = build_app(name)
+        import typer
 
     command = typer.main.get_command(app)
     interrupts.begin()

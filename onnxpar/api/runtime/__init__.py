@@ -10,6 +10,8 @@ names is first used: the transformer, which `verify` needs, takes a second that 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from onnxpar.core.garbage import no_collection
+
 if TYPE_CHECKING:
     from onnxpar.api.export_model import Exported
     from onnxpar.api.runtime.checkpoint_weights import export_checkpoint
@@ -145,6 +147,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name != "examine":
         import_module("onnxpar_runtime.installed").check_onnxruntime()
-    value = getattr(import_module(_HOMES[name]), name)
+    with no_collection():
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
