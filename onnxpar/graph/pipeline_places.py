@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import onnx_ir as ir
 
@@ -14,12 +15,26 @@ def virtual_stage_of(node: ir.Node) -> int:
     return int(node.metadata_props.get(VIRTUAL_STAGE, "0"))
 
 
+class PlaceKind(StrEnum):
+    """What the nodes of a place compute for a virtual stage; the value begins its program's name.
+
+    A `WEIGHT` is the part of a backward for which no other stage waits. `FORWARD_BACKWARD` is the
+    forward and, at once, the backward without that part.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT = "weight"
+    FORWARD_BACKWARD = "forward_backward"
+
+
 @dataclass(frozen=True)
 class Places:
     """The place of each node and output of a program; a place is a program of a virtual stage.
 
     Attributes:
         virtual_stage: The virtual stage of each place.
+        kinds: The kind of each place.
         nodes: The place of each node, by name.
         outputs: The place of each graph output, by name.
         stages: Number of stages; stage s has the virtual stages s, s + stages, ….
@@ -28,6 +43,7 @@ class Places:
     """
 
     virtual_stage: tuple[int, ...]
+    kinds: tuple[PlaceKind, ...]
     nodes: Mapping[str, int]
     outputs: Mapping[str, int]
     stages: int = 1
@@ -38,7 +54,7 @@ class Places:
         return (target - source) % self.stages != 0
 
 
-ONE_PLACE = Places((0,), {}, {})
+ONE_PLACE = Places((0,), (PlaceKind.FORWARD,), {}, {})
 """The only place of a program that is not cut into stages."""
 
 

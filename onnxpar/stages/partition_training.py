@@ -29,7 +29,7 @@ from onnxpar.cost.flops import program_flops
 from onnxpar.cost.optimizer_parallel import Shards, shard_states
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import symbol_table
-from onnxpar.graph.pipeline_places import ONE_PLACE, Places, with_added
+from onnxpar.graph.pipeline_places import ONE_PLACE, PlaceKind, Places, with_added
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
@@ -255,7 +255,10 @@ def _micro_batch(
         return held(partitioned(run), with_added(places, run.added))
 
     planned = Planned(p.program, laid.plan)
-    always = frozenset[str]() if staging is None else weightless_nodes(p.program)
+    weightless = frozenset[str]() if staging is None else weightless_nodes(p.program)
+    # One program of forward and backward keeps nothing for other micro-batches.
+    kinds = {name: places.kinds[places.nodes[name]] for name in weightless}
+    always = frozenset(name for name, kind in kinds.items() if kind is PlaceKind.FORWARD)
     return partitioned(recomputed(planned, again, Measure(cost, weighed), always))
 
 

@@ -5,13 +5,14 @@ from collections.abc import Collection, Mapping
 import onnx_ir as ir
 
 from onnxpar.graph.metadata_keys import GRADIENT_OF
-from onnxpar.graph.pipeline_places import Places, virtual_stage_of
+from onnxpar.graph.pipeline_places import PlaceKind, Places, virtual_stage_of
 
 
 def forward_places(graph: ir.Graph, virtual_stages: int, stages: int) -> Places:
     """Returns the places of a program without a backward: one for each virtual stage."""
     nodes = {node.name or "": virtual_stage_of(node) for node in graph}
-    return Places(tuple(range(virtual_stages)), nodes, _made(graph, nodes), stages)
+    kinds = (PlaceKind.FORWARD,) * virtual_stages
+    return Places(tuple(range(virtual_stages)), kinds, nodes, _made(graph, nodes), stages)
 
 
 def training_places(
@@ -23,6 +24,7 @@ def training_places(
     variables: Collection[str],
     *,
     split: bool,
+    joined: bool,
 ) -> Places:
     """Returns the places of forward and backward: all forwards, then backwards from the last.
 
@@ -35,23 +37,29 @@ def training_places(
         variables: Names of the parameters that are trained.
         split: Whether a backward has two places: first what earlier stages wait for, then the
             rest, the gradients of weights (Qi et al., 2023, "Zero bubble pipeline parallelism").
+        joined: Whether the forward of the last virtual stage has no place of its own, but that of
+            its backward.
     """
-    per = 2 if split else 1
-    forwards = range(virtual_stages)
-    virtual = [*forwards, *(v for v in reversed(forwards) for _ in range(per))]
+    backward = (PlaceKind.BACKWARD, PlaceKind.WEIGHT)[: 1 + split]
+    forwards, per = virtual_stages - joined, len(backward)
+    virtual = [*range(forwards), *(v for v in reversed(range(virtual_stages)) for _ in backward)]
+    kinds = [PlaceKind.FORWARD] * forwards + list(backward) * virtual_stages
+    if joined:
+        kinds[forwards] = PlaceKind.FORWARD_BACKWARD
     late = late_nodes(graph, links, variables) if split else frozenset()
     nodes = {}
     for node in graph:
         stage = virtual_stage_of(node)
         if GRADIENT_OF not in node.metadata_props:
+            # That of the last one is the first backward, if they are joined.
             nodes[node.name or ""] = stage
             continue
-        place = virtual_stages + per * (virtual_stages - 1 - stage)
+        place = forwards + per * (virtual_stages - 1 - stage)
         nodes[node.name or ""] = place + (node.name in late)
     outputs = _made(graph, nodes)
     for name in gradients:
-        outputs[name] = virtual_stages + per * (virtual_stages - virtual[outputs[name]]) - 1
-    return Places(tuple(virtual), nodes, outputs, stages)
+        outputs[name] = forwards + per * (virtual_stages - virtual[outputs[name]]) - 1
+    return Places(tuple(virtual), tuple(kinds), nodes, outputs, stages)
 
 
 def _made(graph: ir.Graph, nodes: Mapping[str, int]) -> dict[str, int]:

@@ -26,14 +26,15 @@ def fullest_stage(
 
     Args:
         programs: The programs of all stages: the forwards first, each backward before that of
-            gradients of weights.
+            gradients of weights. One that is forward and backward counts as a backward.
         others: The other programs of a step, of all stages.
         split: Stages, micro-batches and schedule.
         sizes: Sizes of symbols by name; the others have their typical size.
     """
-    forwards = {pm.program for pm in programs[: split.virtual_stages]}
+    first = split.virtual_stages - split.joined
+    forwards = {pm.program for pm in programs[:first]}
     backwards: dict[int, str] = {}
-    for pm in programs[split.virtual_stages :]:
+    for pm in programs[first:]:
         backwards.setdefault(pm.virtual_stage, pm.program)
     not_last = forwards | set(backwards.values())
     found = []

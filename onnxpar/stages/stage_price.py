@@ -53,6 +53,14 @@ class PipelineSplit:
         """Number of virtual stages of all stages."""
         return self.stages * self.chunks
 
+    @property
+    def joined(self) -> bool:
+        """Whether the forward and backward of the last virtual stage are one program.
+
+        They are in the schedules in which each backward there comes directly after its forward.
+        """
+        return self.schedule in ("1f1b", ZERO_BUBBLE)
+
     def step(self, seconds: float, late: float) -> float:
         """Returns the seconds of a training step without the update.
 
@@ -390,9 +398,12 @@ class _Staging:
     def _weighed(self, virtual: int) -> tuple[int, int, int]:
         """Bytes of a virtual stage at its peak, and bytes kept for its backward.
 
-        The bytes at the peak are those of one run of its forward or backward, without what is kept.
-        The last number is the bytes kept for gradients of weights, if only these are left.
+        The bytes at the peak are those of one run of its forward or backward, or of both in one
+        program, without what is kept. The last number is the bytes kept for gradients of weights,
+        if only these are left.
         """
+        if self.split.joined and virtual == self.split.virtual_stages - 1:
+            return self._weighed_joined(virtual)
         mine, late = self._steps[virtual], self.priced.late
         forward = [s for name, s in mine if name not in self.backward]
         backward = [s for name, s in mine if name not in self.keeping]
@@ -410,6 +421,18 @@ class _Staging:
         elif backward:
             running = max(running, self._run(backward, {}))
         return running, _bytes(left), waits
+
+    def _weighed_joined(self, virtual: int) -> tuple[int, int, int]:
+        """As `_weighed`, of a virtual stage whose forward and backward are one program."""
+        mine = self._steps[virtual]
+        late = self.priced.late if self.split.schedule == ZERO_BUBBLE else frozenset[str]()
+        weights = [step for name, step in mine if name in late]
+        both = [step for name, step in mine if name not in late]
+        made = {value.name: value for step in both for value in step.makes}
+        read = _read(self._left, (step for _, step in mine))
+        received = [value.bytes for name, value in read.items() if name not in made]
+        running = max(self._run(both, _read(made, weights)), self._run(weights, {}))
+        return running, sum(received), _bytes(_read(self._left | made, weights))
 
     def _run(self, steps: Sequence[MemoryStep], kept: Collection[str]) -> int:
         """Bytes at the peak of a run of some steps that leaves values to others."""

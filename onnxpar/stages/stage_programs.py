@@ -10,7 +10,7 @@ from onnxpar.autodiff.training_program import TrainingProgram
 from onnxpar.core.errors import ModelError
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
-from onnxpar.graph.pipeline_places import Copy, Places, virtual_stage_of
+from onnxpar.graph.pipeline_places import Copy, PlaceKind, Places, virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.ops.registry import Registry
@@ -122,6 +122,7 @@ class Staging:
             list(prepared.gradients.values()),
             list(prepared.gradients),
             split=self.entry.order == ZERO_BUBBLE,
+            joined=self.pipeline_split.joined,
         )
         order_by_place(graph, places)
         return places
@@ -162,15 +163,17 @@ class Staging:
             name: Prefix of the names of its forward programs: `<name>.<virtual stage>`.
         """
         programs = []
-        kinds: list[Json] = [{} for _ in range(self.entry.virtual_stages)]
-        for number, virtual in enumerate(places.virtual_stage):
-            kind = "forward" if number < self.entry.virtual_stages else "backward"
-            kind = "weight" if kind in kinds[virtual] else kind
-            title = f"{name if kind == 'forward' else f'{kind}_model'}.{virtual}"
+        entries: list[Json] = [{} for _ in range(self.entry.virtual_stages)]
+        for virtual, kind in zip(places.virtual_stage, places.kinds, strict=True):
+            title = f"{name if kind is PlaceKind.FORWARD else f'{kind}_model'}.{virtual}"
             programs.append(StageProgram(title, virtual % self.entry.stages))
-            kinds[virtual][kind] = title
-            if kind == "backward":
-                kinds[virtual].setdefault("weight", None)
+            match kind:
+                case PlaceKind.FORWARD | PlaceKind.WEIGHT:
+                    entries[virtual][kind.value] = title
+                case PlaceKind.BACKWARD:
+                    entries[virtual] |= {"backward": title, "weight": None}
+                case PlaceKind.FORWARD_BACKWARD:
+                    entries[virtual] = {"forward": None, "backward": title, "weight": None}
         made = split(program, places, programs, self.entry.stages, self.copies)
         # Its nodes have moved into the programs, where copies have the names of their originals.
         emptied = replace(
@@ -182,7 +185,7 @@ class Staging:
             ),
             stages=self.entry.stages,
         )
-        return SplitProgram(emptied, made, tuple(kinds))
+        return SplitProgram(emptied, made, tuple(entries))
 
     def pipeline(
         self, split: Sequence["SplitProgram"], updates: Sequence[PartitionedModel] = ()

@@ -73,13 +73,13 @@ class VirtualStage:
     """The programs of one virtual stage.
 
     Attributes:
-        forward: Name of the program of the forward pass.
+        forward: Name of the program of the forward pass; None if `backward` computes it.
         backward: Name of that of the backward pass; None without gradients.
         weight: Name of the part of the backward pass for which no other stage waits; None if the
             backward pass is one program.
     """
 
-    forward: str
+    forward: str | None
     backward: str | None = None
     weight: str | None = None
 
@@ -126,7 +126,7 @@ class Pipeline:
         """The parts of each program that runs through the stages, by virtual stage."""
         return {
             name: tuple(
-                VirtualStage(p["forward"] or "", p.get("backward"), p.get("weight")) for p in parts
+                VirtualStage(p.get("forward"), p.get("backward"), p.get("weight")) for p in parts
             )
             for name, parts in self.parts.items()
             if name not in self.updates
@@ -144,14 +144,14 @@ class Pipeline:
     def part_problems(self) -> Iterator[Problem]:
         """Yields what is wrong with the parts."""
         for name, parts in self.parts.items():
-            kind = "update" if all("update" in part for part in parts) else "forward"
+            place, updates = f".pipeline.programs.{name}", name in self.updates
+            kinds = ("update",) if updates else ("forward", "backward")
             for part in parts:
-                if part.get(kind) is None:
-                    yield f".pipeline.programs.{name}", f"a program under {kind!r}", part
-            allowed = {self.virtual_stages, self.stages if kind == "update" else 0} - {0}
+                if all(part.get(kind) is None for kind in kinds):
+                    yield place, f"a program under {' or '.join(map(repr, kinds))}", part
+            allowed = sorted({self.virtual_stages, self.stages if updates else self.virtual_stages})
             if len(parts) not in allowed:
-                expected = f"{' or '.join(map(str, sorted(allowed)))} entries"
-                yield f".pipeline.programs.{name}", expected, len(parts)
+                yield place, f"{' or '.join(map(str, allowed))} entries", len(parts)
 
 
 @dataclass(frozen=True)

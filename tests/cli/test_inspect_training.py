@@ -187,11 +187,16 @@ def test_each_rank_of_a_pipeline_has_graphs_to_view(tmp_path: Path) -> None:
     options = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", "-o", str(out)]
     assert main(["shard", str(path), "--strategy", "pp=2,dp=2", *options]) == 0
     for rank, stage in enumerate((0, 0, 1, 1)):
+        first, backward = (
+            ("forward_backward_model", "forward_backward_model")
+            if stage
+            else ("forward_model", "backward_model")
+        )
         for program, shown in (
-            (None, "forward_model"),
-            ("training_model", "forward_model"),
+            (None, first),
+            ("training_model", first),
             ("optimizer_model", "optimizer_model"),
-            (f"backward_model.{stage}", "backward_model"),
+            (f"{backward}.{stage}", backward),
         ):
             name = graph_file(out, program, rank).name
             assert name == f"rank{rank:04}.{shown}.{stage}.onnx"

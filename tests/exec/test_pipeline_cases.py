@@ -5,7 +5,8 @@ all cases.
 """
 
 from collections.abc import Mapping
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.pipeline.schedule import Kind
 from onnxpar_runtime.pipeline.schedule_kinds import make
 from onnxpar_runtime.pipeline.simulate import Times, simulate
 from onnxpar_runtime.pipeline.transfers import chain, with_transfers
@@ -47,6 +49,8 @@ CHAIN = f"""{SIGNATURE} {{
     [n0] a = MatMul(x, w)  [n1] c = Tanh(a)  [n2] d = Add(c, b)  [n3] y = MatMul(d, v) }}"""
 HALVES = {"n[01]": 0, "n[23]": 1}
 HYPER = {"lr": 0.1, "clip_norm": 1.0, "weight_decay": 0.0}
+LAST = "forward_backward_model.1"
+"""Of two stages, the last one's program of forward and backward."""
 
 
 def model_of(text: str) -> ir.Model:
@@ -138,8 +142,8 @@ def test_a_value_that_skips_stages(tmp_path: Path) -> None:
     [n4] y = MatMul(e, v) }}"""
     strategy = strategy_of({"n0": 0, "n1": 1, "n2": 2, "n[34]": 3}, 4)
     manifest = check(tmp_path, model_of(text), strategy)
-    for part in (1, 2, 3):
-        assert handed(manifest, f"forward_model.{part}")["a"] == "forward_model.0"
+    for program in ("forward_model.1", "forward_model.2", "forward_backward_model.3"):
+        assert handed(manifest, program)["a"] == "forward_model.0"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_frozen_parameters_are_in_every_stage_that_reads_them(tmp_path: Path) ->
     [n0] a = MatMul(x, w)  [n1] c = Add(a, b)  [n2] d = Mul(c, b)  [n3] y = MatMul(d, v) }}"""
     manifest = check(tmp_path, model_of(text), strategy_of({"n[01]": 0, "n[23]": 1}), freeze=("b",))
     assert "b" not in manifest.trained().states
-    assert handed(manifest, "forward_model.1").keys() == {"c"}
+    assert handed(manifest, LAST).keys() == {"c"}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"] if FULL else ["zb-h1"])
@@ -198,7 +202,7 @@ BODIES = {
 def test_a_body_reads_what_an_earlier_stage_made(tmp_path: Path, kind: str) -> None:
     text = f"{SIGNATURE} {{ [n0] a = MatMul(x, w)  {BODIES[kind]}  [n2] y = MatMul(c, v) }}"
     manifest = check(tmp_path, model_of(text), strategy_of({"n0": 0, "n[12]": 1}))
-    assert "a" in handed(manifest, "forward_model.1")
+    assert "a" in handed(manifest, LAST)
 
 
 @pytest.mark.parametrize("axes", [None, {"dp": 2}, {"dp": 3}] if FULL else [{"dp": 2}], ids=str)
@@ -271,7 +275,7 @@ def test_dropout_drops_what_one_device_drops(tmp_path: Path, schedule: str) -> N
 def test_sixteen_bits(tmp_path: Path) -> None:
     """Activations and cotangents go from stage to stage as they are computed."""
     manifest = check(tmp_path, model_of(CHAIN), strategy_of(HALVES), compute="float16")
-    (value,) = manifest.program("forward_model.1").handed_in
+    (value,) = manifest.program(LAST).handed_in
     assert value.name.startswith("c") and value.dtype == "float16"
 
 
@@ -343,6 +347,39 @@ def test_the_loss_alone_is_a_stage(tmp_path: Path) -> None:
     assert got["correct"] == expected["correct"] and 0 < (expected["correct"] or 0) < 20
     # A mean of 20 rows in float32: 16 roundings of 2^-24.
     np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_the_last_stage_runs_one_program_if_nothing_comes_between(
+    tmp_path: Path, schedule: str
+) -> None:
+    """What its forward makes for its backward does not leave the program."""
+    strategy = strategy_of({}, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
+    manifest = Manifest.load(shard(tmp_path / "a", model_of(CHAIN), strategy))
+    pipeline = manifest.pipeline
+    assert pipeline is not None
+    first, *_, last = pipeline.programs["training_model"]
+    assert first.forward == "forward_model.0"
+    assert "eval_model.1" in manifest.programs
+    if schedule not in ("1f1b", "zb-h1"):
+        assert last.forward == f"forward_model.{pipeline.virtual_stages - 1}"
+        return
+    assert (last.forward, last.backward) == (None, LAST)
+    taken = {
+        name
+        for program in (first.backward, last.weight)
+        if program is not None
+        for name, source in handed(manifest, program).items()
+        if source == LAST
+    }
+    assert {value.name for value in manifest.program(LAST).handed_out} == taken
+    assert last.weight is not None or len(taken) == 1
+    for stages, count in product(range(1, 6), range(1, 11)):
+        made = make(schedule, stages, count).ranks[-1]
+        backward = Kind.BACKWARD_INPUT if last.weight else Kind.BACKWARD
+        for action, after in pairwise(made):
+            if action.kind is Kind.FORWARD:
+                assert after == replace(action, kind=backward)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])

@@ -250,6 +250,12 @@ def _of(raw: dict[str, Any], name: str, key: str) -> Any:
             "pipeline.programs: expected one of .*, got 'f'",
         ),
         (
+            lambda m: m["pipeline"]["programs"]["training_model"][0].update(
+                forward=None, backward=None
+            ),
+            "training_model: expected a program under 'forward' or 'backward', got",
+        ),
+        (
             lambda m: _of(m, "forward_model.0", "files").reverse(),
             r"forward_model.0.files: expected files for the ranks of stage 0 alone, got \[2, 3\]",
         ),
