@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import atexit
 import gc
 import os
 import signal
@@ -29,6 +30,7 @@ for number, default in (
 # As the command line does: hundreds of thousands of objects live as long as the process. Traversing
 # them again and again takes a fifth of the time of the tests that transform models.
 gc.set_threshold(100_000, 20, 50)
+atexit.register(gc.freeze)
 
 # A pool of threads that OpenBLAS starts with NumPy, and that few tests need, spins at first: a tenth
 # of a second of a core in each program that a test starts.
