@@ -32,8 +32,8 @@ for number, default in (
 gc.set_threshold(100_000, 20, 50)
 atexit.register(gc.freeze)
 
-# OpenBLAS starts a pool of threads with NumPy, which few tests need. It spins at first: a tenth of a
-# second of a core in each program that a test starts.
+# OpenBLAS starts a pool of threads with NumPy, which few tests need. It spins at first, for a tenth
+# of a second of a core in each program that a test starts.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 numbers = count()
