@@ -23,7 +23,7 @@ from onnxpar.graph.metadata_keys import GRADIENT_OF, VIRTUAL_STAGE
 from onnxpar.graph.node_view import NodeView, default_opset
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.grad_node import GradNode, Placed
+from onnxpar.ops.grad_node import GradNode, Placed, Through
 from onnxpar.ops.operator import Missing, NotDifferentiable
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.view.pieces import join_pieces, side_by_side_pieces
@@ -358,6 +358,8 @@ class _Backward:
                 piece = _Piece(made, self.builder.scope, self.builder.metadata)
                 self.parts.setdefault(value, []).append(piece)
                 continue
+            if isinstance(made, Through):
+                value, made = made.value, made.cotangent
             self._check(node, index, value, made)
             self.parts.setdefault(value, []).append(made)
             self.link(made, value)

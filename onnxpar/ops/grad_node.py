@@ -161,4 +161,20 @@ class Placed:
     start: Dim
 
 
-Gradient = Callable[[GradNode], Sequence[ir.Value | Placed | None]]
+@dataclass(frozen=True)
+class Through:
+    """The cotangent of an earlier value, given in place of that of an operand made from it.
+
+    So one gradient serves several nodes, of which it is the last one's: those that make the operand
+    from the earlier value are not differentiated for this use of the operand.
+
+    Attributes:
+        value: The earlier value.
+        cotangent: Its cotangent by this use.
+    """
+
+    value: ir.Value
+    cotangent: ir.Value
+
+
+Gradient = Callable[[GradNode], Sequence[ir.Value | Placed | Through | None]]

@@ -10,18 +10,24 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from onnxpar.ops.fused.backward import (
+from onnxpar.ops.fused.activation_gradients import (
     GELU_GRAD,
     GELU_TANH_GRAD,
     RELU_GRAD,
     SIGMOID_GRAD,
-    SILU_GRAD,
     TANH_GRAD,
 )
-from onnxpar.ops.grad_node import Gradient, GradNode
+from onnxpar.ops.fused.written import (
+    gated_gradient,
+    rms_norm_gradient,
+    rotary_gradient,
+    silu_gradient,
+)
+from onnxpar.ops.grad_node import Gradient, GradNode, Through
 
 _BOOL = ir.DataType.BOOL
 Cotangents = Sequence[ir.Value | None]
+Results = Sequence[ir.Value | Through | None]
 # Returns the cotangent of the operand, given the node and the cotangent of its result.
 Unary = Callable[[GradNode, ir.Value], ir.Value]
 
@@ -300,8 +306,11 @@ def thresholded_relu(node: GradNode, dy: ir.Value) -> ir.Value:
 # -- several operands --------------------------------------------------------------------------
 
 
-def sum_gradient(node: GradNode) -> Cotangents:
-    """Add and Sum: dy for each operand."""
+def sum_gradient(node: GradNode) -> Results:
+    """Add and Sum: dy for each operand, or what the gradient of several nodes gives."""
+    found = rotary_gradient(node)
+    if found is not None:
+        return found
     dy = node.cotangent()
     return [node.unbroadcast(dy, i) if node.wants(i) else None for i in range(node.arity)]
 
@@ -314,15 +323,13 @@ def sub_gradient(node: GradNode) -> Cotangents:
     return [left, right]
 
 
-def mul_gradient(node: GradNode) -> Cotangents:
-    """dy·b and dy·a. Of x·sigmoid(αx), as exporters write SiLU and CLIP's Gelu, both at once."""
+def mul_gradient(node: GradNode) -> Results:
+    """Gives dy·b and dy·a, or what the gradient of several nodes gives."""
+    for of_several in (silu_gradient, gated_gradient, rms_norm_gradient):
+        found = of_several(node)
+        if found is not None:
+            return found
     dy, factors = node.cotangent(), (node.input(0), node.input(1))
-    for i, x in enumerate(factors):
-        steep = _in_sigmoid(node, factors[1 - i], x)
-        if steep is not None:
-            both: list[ir.Value | None] = [None, None]
-            both[i] = node.fused(SILU_GRAD, dy, steep) if node.wants(i) else None
-            return both
     if factors[0] is factors[1]:
         part = node.op("Mul", dy, factors[0])
         return [part, part]
@@ -330,27 +337,6 @@ def mul_gradient(node: GradNode) -> Cotangents:
         node.unbroadcast(node.op("Mul", dy, factors[1 - i]), i) if node.wants(i) else None
         for i in (0, 1)
     ]
-
-
-def _in_sigmoid(node: GradNode, value: ir.Value, x: ir.Value) -> ir.Value | None:
-    """The operand of the Sigmoid that makes a value, if it is x, or x times what does not vary."""
-    steep = _operands(node, value, "Sigmoid")
-    if len(steep) != 1 or steep[0] is x:
-        return steep[0] if steep else None
-    factors = _operands(node, steep[0], "Mul")
-    others = [factor for factor in factors if factor is not x]
-    if len(factors) != 2 or len(others) != 1 or others[0] in node.varying:
-        return None
-    return steep[0] if node.shape(steep[0]) == node.shape(x) else None
-
-
-def _operands(node: GradNode, value: ir.Value, op_type: str) -> tuple[ir.Value, ...]:
-    """The operands of the node that makes a value, if it is in the same graph and this operator."""
-    maker = value.producer()
-    if maker is None or maker.graph is not node.view.node.graph:
-        return ()
-    found = tuple(operand for operand in maker.inputs if operand is not None)
-    return found if (maker.op_type, maker.domain) == (op_type, "") else ()
 
 
 def div_gradient(node: GradNode) -> Cotangents:

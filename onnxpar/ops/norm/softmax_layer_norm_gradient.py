@@ -7,7 +7,13 @@ import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.fused.backward import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
+from onnxpar.ops.function import Function
+from onnxpar.ops.fused.backward import (
+    LAYER_NORMALIZATION_GRAD,
+    LOG_SOFTMAX_GRAD,
+    RMS_NORMALIZATION_GRAD,
+    SOFTMAX_GRAD,
+)
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import axis_of, reduced, work_dtype
 
@@ -45,7 +51,7 @@ def layer_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     kept = reduced(node.shape(x), over)
     mean, inverse = (node.further_output(i, stash, kept) for i in (1, 2))
     if node.wants(0) and _is_plain(node, over):
-        return _fused(node, (dy, x, scale, mean, inverse), over)
+        return _fused(node, LAYER_NORMALIZATION_GRAD, (dy, x, scale, mean, inverse), over)
     mean, inverse = node.builder.cast(mean, x.dtype), node.builder.cast(inverse, x.dtype)
     normal = node.op("Mul", node.op("Sub", x, mean), inverse)
     along = node.op("Mul", dy, normal)
@@ -68,15 +74,21 @@ def rms_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """RMSNormalization (Zhang & Sennrich, 2019).
 
     With x̂ = x · inverse and g = dy · scale: dx = inverse (g - x̂ mean(g x̂)) and dscale = Σ dy x̂
-    over the leading dims. The forward node gives the inverse as a further output, if it can.
+    over the leading dims. The forward node gives the inverse as a further output, if it can; then
+    one operator has both gradients.
     """
     if any(c is not None for c in node.cotangents[1:]):
         raise node.fail("the loss depends on its inverse deviation, which has no gradient")
     scale, over = node.input(1), normalised_axes(node.view)
     dtype = node.input(0).dtype
     wide = work_dtype(dtype)
+    saved = _saved_inverse(node, over)
+    if saved is not None and node.wants(0) and _is_plain(node, over) and scale.dtype == dtype:
+        operands = (node.cotangent(), node.input(0), scale, saved)
+        return _fused(node, RMS_NORMALIZATION_GRAD, operands, over)
     x, dy = (node.builder.cast(v, wide) for v in (node.input(0), node.cotangent()))
-    normal, inverse = _normal_by_inverse(node, x, over)
+    inverse = _computed_inverse(node, x, over) if saved is None else saved
+    normal = node.op("Mul", x, inverse)
     result: list[ir.Value | None] = [None, None]
     if node.wants(0):
         g = node.op("Mul", dy, node.builder.cast(scale, wide))
@@ -93,26 +105,26 @@ _WITH_INVERSE = "SimplifiedLayerNormalization"
 """onnxruntime's form of RMSNormalization, which also returns the inverse deviation."""
 
 
-def _normal_by_inverse(
-    node: GradNode, x: ir.Value, over: Sequence[int]
-) -> tuple[ir.Value, ir.Value]:
-    """Returns x̂ and 1 / sqrt(mean square + epsilon), saved by the forward node if possible.
+def _saved_inverse(node: GradNode, over: Sequence[int]) -> ir.Value | None:
+    """Returns 1 / sqrt(mean square + epsilon) as a further output of the forward node, or None.
 
-    That is impossible where its statistics are narrower than x, or where RMSNormalization
-    broadcasts its scale, which onnxruntime's operator need not support.
+    It has none where its statistics are narrower than x, or where RMSNormalization broadcasts its
+    scale, which onnxruntime's operator need not support.
     """
-    view, build = node.view, node.builder
+    view, x = node.view, node.input(0)
     stash = ir.DataType(view.attr("stash_type", 1))
     named = view.op_type == _WITH_INVERSE
-    if x.dtype == stash and (named or _is_plain(node, over)):
-        view.node.op_type = _WITH_INVERSE
-        kept = reduced(node.shape(x), over)
-        inverse = node.further_output(1, stash, kept)
-        return node.op("Mul", x, inverse), inverse
-    square = build.reduce("ReduceMean", node.op("Mul", x, x), over, keepdims=True)
-    epsilon = node.number(float(view.attr("epsilon", 1e-5)), x)
-    inverse = node.op("Reciprocal", node.op("Sqrt", node.op("Add", square, epsilon)))
-    return node.op("Mul", x, inverse), inverse
+    if work_dtype(x.dtype) != stash or not (named or _is_plain(node, over)):
+        return None
+    view.node.op_type = _WITH_INVERSE
+    return node.further_output(1, stash, reduced(node.shape(x), over))
+
+
+def _computed_inverse(node: GradNode, x: ir.Value, over: Sequence[int]) -> ir.Value:
+    """Returns 1 / sqrt(mean square + epsilon)."""
+    square = node.builder.reduce("ReduceMean", node.op("Mul", x, x), over, keepdims=True)
+    epsilon = node.number(float(node.attr("epsilon", 1e-5)), x)
+    return node.op("Reciprocal", node.op("Sqrt", node.op("Add", square, epsilon)))
 
 
 @dataclass(frozen=True)
@@ -164,7 +176,7 @@ def _is_plain(node: GradNode, over: Sequence[int]) -> bool:
 
 
 def _fused(
-    node: GradNode, operands: Sequence[ir.Value], over: Sequence[int]
+    node: GradNode, function: Function, operands: Sequence[ir.Value], over: Sequence[int]
 ) -> Sequence[ir.Value | None]:
     """Emits the fused gradient with all its outputs, since onnxruntime infers the type of each.
 
@@ -174,9 +186,9 @@ def _fused(
     full = (x.dtype, node.shape(x))
     vector = (scale.dtype, node.shape(scale))
     made = node.builder.ops(
-        LAYER_NORMALIZATION_GRAD.name,
+        function.name,
         operands,
-        [full, vector, vector],
+        [full, *[vector] * (len(function.outputs) - 1)],
         {"axis": over[0] - len(node.shape(x))},
         domain=DOMAIN,
     )

@@ -67,6 +67,7 @@ inline OutPort port_like(Inferred (*infer)(const ShapeQuery&),
 std::vector<Operator> accumulate_operators();
 std::vector<Operator> attention_operators();
 std::vector<Operator> pointwise_operators();
+std::vector<Operator> rotary_operators();
 std::vector<Operator> row_operators();
 std::vector<Operator> loss_operators();
 std::vector<Operator> channel_operators();

@@ -9,7 +9,8 @@ const std::vector<Operator>& fused_operators() {
     std::vector<Operator> made;
     for (auto* family : {accumulate_operators, attention_operators, channel_operators,
                          filter_operators, gather_operators, loss_operators, philox_operators,
-                         pointwise_operators, row_operators, standard_operators, step_operators}) {
+                         pointwise_operators, rotary_operators, row_operators, standard_operators,
+                         step_operators}) {
       for (Operator& of : family()) made.push_back(std::move(of));
     }
     return made;

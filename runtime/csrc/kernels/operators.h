@@ -20,12 +20,22 @@
 //   GeluGrad(dy T, x T) -> dx T
 //   GeluTanhGrad(dy T, x T) -> dx T                                  of Gelu's form with tanh
 //   SiluGrad(dy T, x T) -> dx T                                      of x sigmoid(x)
+//   GatedGeluGrad(dy T, gate T, up T) -> (dgate T, dup T)            of Gelu(gate) up
+//   GatedGeluTanhGrad, GatedSiluGrad: the same for the other two
+//     dgate may take the memory of dy, dup that of up.
 //   SoftmaxGrad(dy T, y T; axis = -1) -> dx T                        y (dy - sum(dy y))
 //   LogSoftmaxGrad(dy T, y T; axis = -1) -> dx T                     dy - exp(y) sum(dy)
 //   LayerNormalizationGrad(dy T, x T, scale T, mean U, inv_std U; axis = -1)
 //       -> (dx T, dscale T?, dbias T?)
 //     scale has the shape of x from `axis` on, mean and inv_std one element for each row before it;
 //     U is T or float32, as ONNX's stash_type has it.
+//   RMSNormalizationGrad(dy T, x T, scale T, inv_std U; axis = -1) -> (dx T, dscale T?)
+//     The same without mean and bias.
+//   RotaryEmbedding(x T [..., 2 H], cos T [..., 2 H], sin T) -> y T
+//     With the halves a and b of a row, (a cos - b sin, b cos + a sin); each element has its own angle.
+//     cos broadcasts to x, but for the last dim, and sin has the shape of cos. y may take the memory
+//     of x.
+//   RotaryEmbeddingGrad(dy T, cos T, sin T) -> dx T
 //   ChannelSums(dy T [N, C, ...], x T, mean T [C]) -> (total T [C], along T [C])
 //     For each channel the sums of dy and of dy (x - mean).
 //   ChannelSquareSum(x T [N, C, ...], mean T [C]) -> sum T [C]      of (x - mean)^2

@@ -14,8 +14,18 @@ constexpr Pointwise::Rule kGelu = ONNXPAR_RULE("x", gelu_grad);
 constexpr Pointwise::Rule kGeluTanh = ONNXPAR_RULE("x", gelu_tanh_grad);
 constexpr Pointwise::Rule kSilu = ONNXPAR_RULE("x", silu_grad);
 
+#define ONNXPAR_GATED(name) {#name, ONNXPAR_CHOICE(name)}
+constexpr Gated::Rule kGatedGelu = ONNXPAR_GATED(gated_gelu_grad);
+constexpr Gated::Rule kGatedGeluTanh = ONNXPAR_GATED(gated_gelu_tanh_grad);
+constexpr Gated::Rule kGatedSilu = ONNXPAR_GATED(gated_silu_grad);
+
 Operator gradient(const char* name, decltype(Operator::make) make) {
   return {name, {{}, {}}, {port_like(like<0>)}, in_place<0>, std::move(make)};
+}
+
+Operator gated(const char* name, const Gated::Rule& rule) {
+  return {name, {{}, {}, {}}, {port_like(like<1>), port_like(like<2>)}, in_place<0, 2>,
+          fused<Gated>(rule)};
 }
 
 // Of 16-bit inputs float32.
@@ -32,6 +42,16 @@ Pointwise::Operands Pointwise::read(const Io& io) const {
   expect_like(y, rule_.other, dy, "dy");
   expect_float(dy, "dy");
   return {dy, y, output_like(io, 0, dy)};
+}
+
+Gated::Operands Gated::read(const Io& io) const {
+  const Tensor dy = io.input(0);
+  const Tensor gate = io.input(1);
+  const Tensor up = io.input(2);
+  expect_like(gate, "gate", dy, "dy");
+  expect_like(up, "up", dy, "dy");
+  expect_float(dy, "dy");
+  return {dy, gate, up, output_like(io, 0, dy), output_like(io, 1, dy)};
 }
 
 SquareSum::Operands SquareSum::read(const Io& io) const {
@@ -53,6 +73,9 @@ std::vector<Operator> pointwise_operators() {
           gradient("GeluGrad", fused<Pointwise>(kGelu)),
           gradient("GeluTanhGrad", fused<Pointwise>(kGeluTanh)),
           gradient("SiluGrad", fused<Pointwise>(kSilu)),
+          gated("GatedGeluGrad", kGatedGelu),
+          gated("GatedGeluTanhGrad", kGatedGeluTanh),
+          gated("GatedSiluGrad", kGatedSilu),
           {"SquareSum", {{kAny, ort::kVariadic}}, {port_like(wide_scalar)}, never_in_place,
            fused<SquareSum>()}};
 }

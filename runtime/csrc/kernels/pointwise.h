@@ -28,6 +28,29 @@ class Pointwise {
   const Rule rule_;
 };
 
+// The gradient of the activation of a gate times another tensor.
+class Gated {
+ public:
+  struct Rule {
+    const char* kernel;  // on a device
+    Choice<GateLoop> loop;
+  };
+  struct Operands {
+    Tensor dy;
+    Tensor gate;
+    Tensor up;
+    Output dgate;
+    Output dup;
+  };
+  Gated(const Node&, const Rule& rule) : rule_(rule) {}
+  Operands read(const Io& io) const;
+  void host(const Io& io, const Operands& o) const;
+  void device(const Io& io, const Operands& o) const;
+
+ private:
+  const Rule rule_;
+};
+
 class SquareSum {
  public:
   struct Operands {

@@ -33,25 +33,32 @@ class SoftmaxGrad {
   const int64_t axis_;
 };
 
-class LayerNormGrad {
+// The gradient of layer normalisation or, without mean and bias, of RMS normalisation.
+class NormGrad {
  public:
+  struct Rule {
+    const char* kernel;  // what those on a device are called by
+    Choice<NormLoop> row;
+    bool centred;  // whether there are a mean and a bias
+  };
   struct Operands {
     Tensor dy;
     Tensor x;
     Tensor scale;
-    Tensor mean;
+    Tensor mean;  // empty if nothing is centred
     Tensor inv_std;
     Output dx;
     Output sums[2];  // dscale and dbias
     size_t rows;
     size_t n;  // elements of a row
   };
-  explicit LayerNormGrad(const Node& node);
+  NormGrad(const Node& node, const Rule& rule);
   Operands read(const Io& io) const;
   void host(const Io& io, const Operands& o) const;
   void device(const Io& io, const Operands& o) const;
 
  private:
+  const Rule rule_;
   const int64_t axis_;
   const size_t outputs_;
 };

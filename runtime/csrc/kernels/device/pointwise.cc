@@ -14,6 +14,13 @@ void Pointwise::device(const Io& io, const Operands& o) const {
                static_cast<Index>(count));
 }
 
+void Gated::device(const Io& io, const Operands& o) const {
+  const size_t count = o.dy.count();
+  Queue queue(io, "pointwise.cu", o.dy.type);
+  queue.launch(rule_.kernel, over(count, pack(o.dy.type)), o.dgate.data, o.dup.data, o.dy.data,
+               o.gate.data, o.up.data, static_cast<Index>(count));
+}
+
 void SquareSum::device(const Io& io, const Operands& o) const {
   const auto pieces_of = [](size_t count) {
     return (static_cast<Index>(count) + kSquares - 1) / kSquares;

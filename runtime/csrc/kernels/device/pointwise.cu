@@ -43,22 +43,29 @@ __device__ inline float upper_tail(float x, float bell) {
   return 0.5f * bell * sum;
 }
 
-// d/dx x Phi(x) = Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
-struct GeluGrad {
-  __device__ Real operator()(Real d, Real x) const {
+// An activation and its derivative at one place.
+struct Tangent {
+  Real value;
+  Real slope;
+};
+
+// x Phi(x) and Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
+struct Gelu {
+  __device__ static Tangent at(Real x) {
     constexpr Real kInverseRoot2Pi = Real(0.39894228040143267794);
     // Beyond 40 the density is 0 in either type, and x^2 might be infinite.
     const Real w = x > Real(40) ? Real(40) : (x < Real(-40) ? Real(-40) : x);
     const Real bell = exponential(Real(-0.5) * w * w);
     const Real tail = upper_tail(w < Real(0) ? -w : w, bell);
-    return d * ((w < Real(0) ? tail : Real(1) - tail) + w * bell * kInverseRoot2Pi);
+    const Real below = w < Real(0) ? tail : Real(1) - tail;
+    return {x * below, below + w * bell * kInverseRoot2Pi};
   }
 };
 
-// Of 0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). With p = 1 / (1 + exp(-2u)) and
+// 0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). With p = 1 / (1 + exp(-2u)) and
 // q = 1 - p, both computed without cancellation: 1 + tanh(u) = 2p and 1 - tanh(u)^2 = 4pq.
-struct GeluTanhGrad {
-  __device__ Real operator()(Real d, Real x) const {
+struct GeluTanh {
+  __device__ static Tangent at(Real x) {
     constexpr Real kRoot = Real(0.79788456080286535588);
     constexpr Real kCubic = Real(0.044715);
     // Beyond 8 (float32) or 20 the derivative is 0 or 1, and exp(2u) is still finite.
@@ -70,21 +77,49 @@ struct GeluTanhGrad {
     const Real q = Real(1) / (Real(1) + power);
     const Real p = power * q;
     const Real slope = kRoot * (Real(1) + Real(3) * kCubic * square);
-    return d * (p * (Real(1) + Real(2) * w * q * slope));
+    return {x * p, p * (Real(1) + Real(2) * w * q * slope)};
   }
 };
 
-// Of x p with p = 1 / (1 + exp(-x)). With q = 1 - p, computed without cancellation, the derivative
-// is p (1 + x q).
-struct SiluGrad {
-  __device__ Real operator()(Real d, Real x) const {
+// x p with p = 1 / (1 + exp(-x)). With q = 1 - p, computed without cancellation, the derivative is
+// p (1 + x q).
+struct Silu {
+  __device__ static Tangent at(Real x) {
     // Beyond 40 the derivative differs from 0 or 1 by less than 2e-16, and exp(40) is finite.
     const Real w = x > Real(40) ? Real(40) : (x < Real(-40) ? Real(-40) : x);
     const Real power = exponential(w);
     const Real q = Real(1) / (Real(1) + power);
-    return d * (power * q * (Real(1) + w * q));
+    const Real p = power * q;
+    return {x * p, p * (Real(1) + w * q)};
   }
 };
+
+template <class Activation>
+struct ActivationGrad {
+  __device__ Real operator()(Real d, Real x) const { return d * Activation::at(x).slope; }
+};
+
+// dgate may be the memory of dy, and dup that of `up`.
+template <class Activation>
+__device__ void gated_grad(Element* dgate, Element* dup, const Element* dy, const Element* gate,
+                           const Element* up, Index n) {
+  const bool wide =
+      aligned(dgate) && aligned(dup) && aligned(dy) && aligned(gate) && aligned(up);
+  for_elements(n, wide, thread_index(), thread_count(), [&](Index i, auto lanes) {
+    constexpr int kWidth = decltype(lanes)::kCount;
+    Real d[kWidth], v[kWidth], g[kWidth];
+    load(d, dy + i);
+    load(v, gate + i);
+    load(g, up + i);
+    for (int k = 0; k < kWidth; ++k) {
+      const Tangent of = Activation::at(v[k]);
+      g[k] *= d[k] * of.slope;
+      d[k] *= of.value;
+    }
+    store(dgate + i, g);
+    store(dup + i, d);
+  });
+}
 
 }  // namespace
 
@@ -98,13 +133,18 @@ extern "C" __global__ void sigmoid_grad(Element* dx, const Element* dy, const El
                                         Index n) {
   pointwise(dx, dy, y, n, SigmoidGrad());
 }
-extern "C" __global__ void gelu_grad(Element* dx, const Element* dy, const Element* y, Index n) {
-  pointwise(dx, dy, y, n, GeluGrad());
-}
-extern "C" __global__ void gelu_tanh_grad(Element* dx, const Element* dy, const Element* y,
-                                          Index n) {
-  pointwise(dx, dy, y, n, GeluTanhGrad());
-}
-extern "C" __global__ void silu_grad(Element* dx, const Element* dy, const Element* y, Index n) {
-  pointwise(dx, dy, y, n, SiluGrad());
-}
+
+#define ONNXPAR_ACTIVATION(name, Activation)                                                     \
+  extern "C" __global__ void name##_grad(Element* dx, const Element* dy, const Element* x,       \
+                                         Index n) {                                              \
+    pointwise(dx, dy, x, n, ActivationGrad<Activation>());                                       \
+  }                                                                                              \
+  extern "C" __global__ void gated_##name##_grad(Element* dgate, Element* dup, const Element* dy, \
+                                                 const Element* gate, const Element* up,          \
+                                                 Index n) {                                      \
+    gated_grad<Activation>(dgate, dup, dy, gate, up, n);                                           \
+  }
+
+ONNXPAR_ACTIVATION(gelu, Gelu)
+ONNXPAR_ACTIVATION(gelu_tanh, GeluTanh)
+ONNXPAR_ACTIVATION(silu, Silu)

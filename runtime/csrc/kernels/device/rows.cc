@@ -37,8 +37,8 @@ void SoftmaxGrad::device(const Io& io, const Operands& o) const {
                n);
 }
 
-void LayerNormGrad::device(const Io& io, const Operands& o) const {
-  const LayerNorm l{o.dy.data,
+void NormGrad::device(const Io& io, const Operands& o) const {
+  const Norm l{o.dy.data,
                     o.x.data,
                     o.scale.data,
                     o.mean.data,
@@ -48,19 +48,21 @@ void LayerNormGrad::device(const Io& io, const Operands& o) const {
                     static_cast<Index>(o.rows),
                     static_cast<Index>(o.n)};
   Queue queue(io, "rows.cu", o.x.type);
+  const std::string kernel = rule_.kernel;
+  const size_t width = (rule_.centred ? 2 : 1) * o.n;
   if (o.sums[0].data != nullptr || o.sums[1].data != nullptr) {
     // Before dx, which may take the memory of dy.
     const size_t length = chunk_of(o.rows);
     const size_t chunks = (o.rows + length - 1) / length;
-    std::byte* parts = queue.scratch<std::byte>(chunks * 2 * o.n * real_size(o.x.type));
-    queue.launch("layer_norm_grad_columns",
+    std::byte* parts = queue.scratch<std::byte>(chunks * width * real_size(o.x.type));
+    queue.launch((kernel + "_columns").c_str(),
                  {(o.n + kTileColumns - 1) / kTileColumns, chunks, kTileColumns, kTileRows}, parts,
                  l, static_cast<Index>(length));
-    queue.launch("layer_norm_grad_finish", over(2 * o.n), o.sums[0].data, o.sums[1].data, parts,
-                 static_cast<Index>(chunks), l.n);
+    queue.launch("norm_grad_finish", over(width), o.sums[0].data, o.sums[1].data, parts,
+                 static_cast<Index>(chunks), l.n, static_cast<Index>(width));
   }
   const Team team = team_for(o.rows, o.n);
-  queue.launch((std::string("layer_norm_grad") + team.suffix).c_str(), team.grid, o.dx.data, l);
+  queue.launch((kernel + team.suffix).c_str(), team.grid, o.dx.data, l);
 }
 
 }  // namespace onnxpar

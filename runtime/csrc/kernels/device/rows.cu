@@ -1,4 +1,4 @@
-// Gradients of what normalises rows: softmax, its logarithm and layer normalisation.
+// Gradients of what normalises rows: softmax, its logarithm, layer and RMS normalisation.
 #include "common.cuh"
 #include "rows.cuh"
 
@@ -125,23 +125,34 @@ ONNXPAR_SOFTMAX(log_softmax_grad, LogSoftmax)
 
 namespace {
 
-__device__ Real mean_of(const LayerNorm& l, Index row) {
-  return load_any<Real>(l.mean, l.mean_type, row);
-}
-__device__ Real inverse_of(const LayerNorm& l, Index row) {
+// What layer and RMS normalisation differ in: whether the mean is subtracted, so that there is a
+// gradient of a bias too.
+struct Centred {
+  static constexpr int kSums = 2;
+  __device__ static Real mean(const Norm& l, Index row) {
+    return load_any<Real>(l.mean, l.mean_type, row);
+  }
+};
+struct Plain {
+  static constexpr int kSums = 1;
+  __device__ static Real mean(const Norm&, Index) { return Real(0); }
+};
+
+__device__ Real inverse_of(const Norm& l, Index row) {
   return load_any<Real>(l.inv_std, l.inv_std_type, row);
 }
 
-// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)).
-template <class Team>
-__device__ void layer_norm_rows(Element* dx, const LayerNorm& l) {
+// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)). Without a
+// mean both means of the right but the last are zero.
+template <class Rule, class Team>
+__device__ void norm_rows(Element* dx, const Norm& l) {
   const Team team;
   const Index n = l.n;
   const bool wide =
       n % kPack == 0 && aligned(dx) && aligned(l.dy) && aligned(l.x) && aligned(l.scale);
   for (Index row = team.first(); row < l.rows; row += team.step()) {
     const Index start = row * n;
-    const Real mean = mean_of(l, row);
+    const Real mean = Rule::mean(l, row);
     const Real inverse = inverse_of(l, row);
     // Calls f(i, w, h) for the elements from i on, as many as w and h have.
     const auto each = [&](auto f) {
@@ -166,7 +177,7 @@ __device__ void layer_norm_rows(Element* dx, const LayerNorm& l) {
         dot += w[k] * h[k];
       }
     });
-    sum = team.all(sum, Plus()) / static_cast<Real>(n);
+    sum = Rule::kSums == 2 ? team.all(sum, Plus()) / static_cast<Real>(n) : Real(0);
     dot = team.all(dot, Plus()) / static_cast<Real>(n);
     each([&](Index i, auto& w, const auto& h) {
       for (int k = 0; k < static_cast<int>(sizeof(w) / sizeof(Real)); ++k) {
@@ -177,19 +188,11 @@ __device__ void layer_norm_rows(Element* dx, const LayerNorm& l) {
   }
 }
 
-}  // namespace
-
-extern "C" __global__ void layer_norm_grad_warps(Element* dx, LayerNorm l) {
-  layer_norm_rows<WarpTeam>(dx, l);
-}
-
-extern "C" __global__ void layer_norm_grad_blocks(Element* dx, LayerNorm l) {
-  layer_norm_rows<BlockTeam>(dx, l);
-}
-
-// parts[chunk][0][c] = sum(dy h) and parts[chunk][1][c] = sum(dy) over the rows of the chunk, of
-// `length` rows. A block of 32 x 8 threads takes 32 columns of a chunk.
-extern "C" __global__ void layer_norm_grad_columns(Real* parts, LayerNorm l, Index length) {
+// parts[chunk][0][c] = sum(dy h) and, if centred, parts[chunk][1][c] = sum(dy) over the rows of the
+// chunk, of `length` rows. A block of 32 x 8 threads takes 32 columns of a chunk.
+template <class Rule>
+__device__ void norm_columns(Real* parts, const Norm& l, Index length) {
+  constexpr int kSums = Rule::kSums;
   const Index n = l.n;
   const Index column = static_cast<Index>(blockIdx.x) * kTileColumns + threadIdx.x;
   const Index begin = static_cast<Index>(blockIdx.y) * length;
@@ -200,7 +203,7 @@ extern "C" __global__ void layer_norm_grad_columns(Real* parts, LayerNorm l, Ind
 #pragma unroll 4
     for (Index row = begin + threadIdx.y; row < end; row += kTileRows) {
       const Real d = widen(l.dy[row * n + column]);
-      of_scale += d * ((widen(l.x[row * n + column]) - mean_of(l, row)) * inverse_of(l, row));
+      of_scale += d * ((widen(l.x[row * n + column]) - Rule::mean(l, row)) * inverse_of(l, row));
       of_bias += d;
     }
   }
@@ -208,21 +211,37 @@ extern "C" __global__ void layer_norm_grad_columns(Real* parts, LayerNorm l, Ind
   tile[0][threadIdx.y][threadIdx.x] = of_scale;
   tile[1][threadIdx.y][threadIdx.x] = of_bias;
   __syncthreads();
-  if (threadIdx.y < 2 && column < n) {
+  if (threadIdx.y < kSums && column < n) {
     Real sum = 0;
     for (int i = 0; i < kTileRows; ++i) sum += tile[threadIdx.y][i][threadIdx.x];
-    parts[(static_cast<Index>(blockIdx.y) * 2 + threadIdx.y) * n + column] = sum;
+    parts[(static_cast<Index>(blockIdx.y) * kSums + threadIdx.y) * n + column] = sum;
   }
 }
 
-// Adds the chunks in order. Either output may be null.
-extern "C" __global__ void layer_norm_grad_finish(Element* dscale, Element* dbias,
-                                                  const Real* parts, Index chunks, Index n) {
-  for (Index i = thread_index(); i < 2 * n; i += thread_count()) {
+}  // namespace
+
+#define ONNXPAR_NORM(name, Rule)                                                    \
+  extern "C" __global__ void name##_warps(Element* dx, Norm l) {                    \
+    norm_rows<Rule, WarpTeam>(dx, l);                                               \
+  }                                                                                 \
+  extern "C" __global__ void name##_blocks(Element* dx, Norm l) {                   \
+    norm_rows<Rule, BlockTeam>(dx, l);                                              \
+  }                                                                                 \
+  extern "C" __global__ void name##_columns(Real* parts, Norm l, Index length) {    \
+    norm_columns<Rule>(parts, l, length);                                           \
+  }
+
+ONNXPAR_NORM(layer_norm_grad, Centred)
+ONNXPAR_NORM(rms_norm_grad, Plain)
+
+// Adds the chunks, of `width` sums each, in order. Either output may be null.
+extern "C" __global__ void norm_grad_finish(Element* dscale, Element* dbias, const Real* parts,
+                                            Index chunks, Index n, Index width) {
+  for (Index i = thread_index(); i < width; i += thread_count()) {
     Element* to = i < n ? dscale : dbias;
     if (to == nullptr) continue;
     Real sum = 0;
-    for (Index chunk = 0; chunk < chunks; ++chunk) sum += parts[chunk * 2 * n + i];
+    for (Index chunk = 0; chunk < chunks; ++chunk) sum += parts[chunk * width + i];
     narrow(to + i % n, sum);
   }
 }

@@ -16,6 +16,24 @@ void Pointwise::host(const Io& io, const Operands& o) const {
   });
 }
 
+void Gated::host(const Io& io, const Operands& o) const {
+  with_real(o.dy, "dy", [&](auto zero) {
+    using T = decltype(zero);
+    const Reader<T> from(o.dy, "dy");
+    const Reader<T> gate(o.gate, "gate");
+    const Reader<T> up(o.up, "up");
+    Writer<T> dgate(o.dgate);
+    Writer<T> dup(o.dup);
+    const auto loop = rule_.loop.of<T>();
+    pieces(io, o.dy.count(), kPiece, [&](size_t begin, size_t n) {
+      loop(dgate.data() + begin, dup.data() + begin, from.data() + begin, gate.data() + begin,
+           up.data() + begin, n);
+    });
+    dgate.finish();
+    dup.finish();
+  });
+}
+
 void SquareSum::host(const Io& io, const Operands& o) const {
   with_real(o.inputs[0], "x", [&](auto zero) {
     using T = decltype(zero);

@@ -1,6 +1,7 @@
 #include "kernels/rows.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace onnxpar {
 
@@ -34,7 +35,7 @@ void SoftmaxGrad::host(const Io& io, const Operands& o) const {
   });
 }
 
-void LayerNormGrad::host(const Io& io, const Operands& o) const {
+void NormGrad::host(const Io& io, const Operands& o) const {
   const size_t rows = o.rows;
   const size_t n = o.n;
   with_real(o.x, "x", [&](auto zero) {
@@ -42,27 +43,29 @@ void LayerNormGrad::host(const Io& io, const Operands& o) const {
     const Reader<T> from(o.dy, "dy");
     const Reader<T> at_x(o.x, "x");
     const Reader<T> factor(o.scale, "scale");
-    const Reader<T> means(o.mean, "mean");
     const Reader<T> inverse(o.inv_std, "inv_std");
+    std::optional<Reader<T>> means;
+    if (rule_.centred) means.emplace(o.mean, "mean");
     Writer<T> dx(o.dx);
     // Each block of rows sums for itself, and the blocks are added in order.
     constexpr size_t kBlocks = 64;
     const size_t block =
         std::max({size_t{1}, kPiece / std::max<size_t>(n, 1), (rows + kBlocks - 1) / kBlocks});
     const size_t blocks = (rows + block - 1) / block;
-    std::vector<T> sums(2 * n * std::max<size_t>(blocks, 1));
-    const auto& loops = simd().of<T>();
+    const size_t width = (rule_.centred ? 2 : 1) * n;
+    std::vector<T> sums(width * std::max<size_t>(blocks, 1));
+    const auto loop = rule_.row.of<T>();
     pieces(io, rows, block, [&](size_t begin, size_t count) {
-      T* dscale = sums.data() + begin / block * 2 * n;
+      T* dscale = sums.data() + begin / block * width;
       for (size_t row = begin; row < begin + count; ++row) {
         const size_t start = row * n;
-        loops.layer_norm_grad(dx.data() + start, dscale, dscale + n, from.data() + start,
-                              at_x.data() + start, factor.data(), means.data()[row],
-                              inverse.data()[row], n);
+        loop(dx.data() + start, dscale, dscale + n, from.data() + start, at_x.data() + start,
+             factor.data(), means ? means->data()[row] : T(0), inverse.data()[row], n);
       }
     });
     dx.finish();
-    for (size_t i = 1; i < blocks; ++i) loops.add(sums.data(), sums.data() + i * 2 * n, 2 * n);
+    const auto add = simd().of<T>().add;
+    for (size_t i = 1; i < blocks; ++i) add(sums.data(), sums.data() + i * width, width);
     for (size_t i = 0; i < 2; ++i) {
       if (o.sums[i].data == nullptr) continue;
       Writer<T> out(o.sums[i]);

@@ -132,10 +132,17 @@ void sigmoid_grad(T* dx, const T* dy, const T* y, size_t n) {
   pointwise(dx, dy, y, n, [](T d, T v) { return d * (v * (T(1) - v)); });
 }
 
-// d/dx x Phi(x) = Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
+// An activation and its derivative at one place.
 template <class T>
-void gelu_grad(T* dx, const T* dy, const T* x, size_t n) {
-  pointwise(dx, dy, x, n, [](T d, T v) {
+struct Tangent {
+  T value;
+  T slope;
+};
+
+// x Phi(x) and Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
+struct Gelu {
+  template <class T>
+  static inline __attribute__((always_inline)) Tangent<T> at(T v) {
     constexpr T kInverseRoot2 = static_cast<T>(0.70710678118654752440);
     constexpr T kInverseRoot2Pi = static_cast<T>(0.39894228040143267794);
     const T gauss = exponential(T(-0.5) * v * v);
@@ -147,15 +154,15 @@ void gelu_grad(T* dx, const T* dy, const T* x, size_t n) {
     } else {
       below = T(0.5) * erfc(-v * kInverseRoot2);
     }
-    return d * (below + v * gauss * kInverseRoot2Pi);
-  });
-}
+    return {v * below, below + v * gauss * kInverseRoot2Pi};
+  }
+};
 
-// Of 0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). With p = 1 / (1 + exp(-2u)) and
+// 0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). With p = 1 / (1 + exp(-2u)) and
 // q = 1 - p, both computed without cancellation: 1 + tanh(u) = 2p and 1 - tanh(u)^2 = 4pq.
-template <class T>
-void gelu_tanh_grad(T* dx, const T* dy, const T* x, size_t n) {
-  pointwise(dx, dy, x, n, [](T d, T v) {
+struct GeluTanh {
+  template <class T>
+  static inline __attribute__((always_inline)) Tangent<T> at(T v) {
     constexpr T kRoot = static_cast<T>(0.79788456080286535588);
     constexpr T kCubic = static_cast<T>(0.044715);
     // Beyond 30 the derivative is 0 or 1 in either type, and v^3 might overflow.
@@ -166,22 +173,55 @@ void gelu_tanh_grad(T* dx, const T* dy, const T* x, size_t n) {
     const T q = T(1) / (T(1) + power);
     const T p = power * q;
     const T slope = kRoot * (T(1) + T(3) * kCubic * square);
-    return d * (p * (T(1) + T(2) * w * q * slope));
-  });
-}
+    return {v * p, p * (T(1) + T(2) * w * q * slope)};
+  }
+};
 
-// Of x p with p = 1 / (1 + exp(-x)). With q = 1 - p, computed without cancellation, the derivative
-// is p (1 + x q).
-template <class T>
-void silu_grad(T* dx, const T* dy, const T* x, size_t n) {
-  pointwise(dx, dy, x, n, [](T d, T v) {
+// x p with p = 1 / (1 + exp(-x)). With q = 1 - p, computed without cancellation, the derivative is
+// p (1 + x q).
+struct Silu {
+  template <class T>
+  static inline __attribute__((always_inline)) Tangent<T> at(T v) {
     // Beyond 40 the derivative differs from 0 or 1 by less than 2e-16, and exp(40) is finite.
     const T w = v > T(40) ? T(40) : (v < T(-40) ? T(-40) : v);
     const T power = exponential(w);
     const T q = T(1) / (T(1) + power);
-    return d * (power * q * (T(1) + w * q));
-  });
+    const T p = power * q;
+    return {v * p, p * (T(1) + w * q)};
+  }
+};
+
+template <class Activation, class T>
+inline __attribute__((always_inline)) void activation_grad(T* dx, const T* dy, const T* x,
+                                                           size_t n) {
+  pointwise(dx, dy, x, n, [](T d, T v) { return d * Activation::at(v).slope; });
 }
+
+template <class Activation, class T>
+inline __attribute__((always_inline)) void gated_grad(T* dgate, T* dup, const T* dy, const T* gate,
+                                                      const T* up, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) {
+    const T d = dy[i];
+    const Tangent<T> of = Activation::at(gate[i]);
+    dgate[i] = d * up[i] * of.slope;
+    dup[i] = d * of.value;
+  }
+}
+
+#define ONNXPAR_ACTIVATION(name, Activation)                                                  \
+  template <class T>                                                                          \
+  void name##_grad(T* dx, const T* dy, const T* x, size_t n) {                                \
+    activation_grad<Activation>(dx, dy, x, n);                                                \
+  }                                                                                           \
+  template <class T>                                                                          \
+  void gated_##name##_grad(T* dgate, T* dup, const T* dy, const T* gate, const T* up, size_t n) { \
+    gated_grad<Activation>(dgate, dup, dy, gate, up, n);                                        \
+  }
+
+ONNXPAR_ACTIVATION(gelu, Gelu)
+ONNXPAR_ACTIVATION(gelu_tanh, GeluTanh)
+ONNXPAR_ACTIVATION(silu, Silu)
 
 // Sums are taken in blocks, so that their error does not grow with the length of a row: a float32
 // sum of 50,000 probabilities would lose 6 of its 24 bits.
@@ -308,10 +348,12 @@ void scaled_exp_each(T* dx, const T* y, const T* factors, size_t n) {
   for (size_t i = 0; i < n; ++i) dx[i] = factors[i] * exponential(y[i]);
 }
 
-// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)).
-template <class T>
-void layer_norm_grad(T* dx, T* __restrict dscale, T* __restrict dbias, const T* dy, const T* x,
-                     const T* scale, T mean, T inv_std, size_t n) {
+// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)). Without a
+// mean both means of the right but the last are zero.
+template <bool kCentred, class T>
+inline __attribute__((always_inline)) void norm_grad(T* dx, T* __restrict dscale,
+                                                     T* __restrict dbias, const T* dy, const T* x,
+                                                     const T* scale, T mean, T inv_std, size_t n) {
   T sum = 0;
   T dot = 0;
   for (size_t begin = 0; begin < n; begin += kBlock) {
@@ -320,9 +362,9 @@ void layer_norm_grad(T* dx, T* __restrict dscale, T* __restrict dbias, const T* 
     T dot_part = 0;
 #pragma omp simd reduction(+ : sum_part, dot_part)
     for (size_t i = begin; i < end; ++i) {
-      const T h = (x[i] - mean) * inv_std;
+      const T h = (kCentred ? x[i] - mean : x[i]) * inv_std;
       const T w = dy[i] * scale[i];
-      sum_part += w;
+      if (kCentred) sum_part += w;
       dot_part += w * h;
     }
     sum += sum_part;
@@ -332,11 +374,45 @@ void layer_norm_grad(T* dx, T* __restrict dscale, T* __restrict dbias, const T* 
   dot /= static_cast<T>(n);
 #pragma omp simd
   for (size_t i = 0; i < n; ++i) {
-    const T h = (x[i] - mean) * inv_std;
+    const T h = (kCentred ? x[i] - mean : x[i]) * inv_std;
     const T d = dy[i];
     dscale[i] += d * h;
-    dbias[i] += d;
+    if (kCentred) dbias[i] += d;
     dx[i] = inv_std * (d * scale[i] - sum - h * dot);
+  }
+}
+
+template <class T>
+void layer_norm_grad(T* dx, T* dscale, T* dbias, const T* dy, const T* x, const T* scale, T mean,
+                     T inv_std, size_t n) {
+  norm_grad<true>(dx, dscale, dbias, dy, x, scale, mean, inv_std, n);
+}
+
+template <class T>
+void rms_norm_grad(T* dx, T* dscale, T* dbias, const T* dy, const T* x, const T* scale, T mean,
+                   T inv_std, size_t n) {
+  norm_grad<false>(dx, dscale, dbias, dy, x, scale, mean, inv_std, n);
+}
+
+// Both halves of a row are turned: (a, b) becomes (a cos - b sin, b cos + a sin), where each element
+// has its own angle. The gradient is the transposed matrix.
+template <class T>
+void rotary(T* y, const T* x, const T* cos, const T* sin, size_t half) {
+#pragma omp simd
+  for (size_t i = 0; i < half; ++i) {
+    const T a = x[i], b = x[half + i];
+    y[i] = a * cos[i] - b * sin[i];
+    y[half + i] = b * cos[half + i] + a * sin[half + i];
+  }
+}
+
+template <class T>
+void rotary_grad(T* y, const T* x, const T* cos, const T* sin, size_t half) {
+#pragma omp simd
+  for (size_t i = 0; i < half; ++i) {
+    const T a = x[i], b = x[half + i];
+    y[i] = a * cos[i] + b * sin[half + i];
+    y[half + i] = b * cos[half + i] - a * sin[i];
   }
 }
 
@@ -437,6 +513,9 @@ constexpr Loops<T> loops() {
           gelu_grad<T>,
           gelu_tanh_grad<T>,
           silu_grad<T>,
+          gated_gelu_grad<T>,
+          gated_gelu_tanh_grad<T>,
+          gated_silu_grad<T>,
           softmax_grad<T>,
           log_softmax_grad<T>,
           softmax_grad_columns<T>,
@@ -451,6 +530,9 @@ constexpr Loops<T> loops() {
           product<T>,
           softmax_scores<T>,
           layer_norm_grad<T>,
+          rms_norm_grad<T>,
+          rotary<T>,
+          rotary_grad<T>,
           channel_sums<T>,
           centred_square_sum<T>,
           batch_norm_grad<T>,

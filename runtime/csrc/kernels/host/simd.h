@@ -37,8 +37,18 @@ struct StepScalars {
 template <class T>
 using GradLoop = void (*)(T* dx, const T* dy, const T* y, size_t n);
 template <class T>
+using GateLoop = void (*)(T* dgate, T* dup, const T* dy, const T* gate, const T* up, size_t n);
+template <class T>
 using ColumnLoop = void (*)(T* dx, const T* dy, const T* y, size_t n, size_t stride,
                             size_t columns);
+// One row of n elements: writes dx, adds to dscale and, if the row is centred, to dbias, which overlap
+// no other array.
+template <class T>
+using NormLoop = void (*)(T* dx, T* dscale, T* dbias, const T* dy, const T* x, const T* scale,
+                          T mean, T inv_std, size_t n);
+// One row of rotary positions, of `half` pairs, or its gradient.
+template <class T>
+using RotaryLoop = void (*)(T* y, const T* x, const T* cos, const T* sin, size_t half);
 template <class T>
 using StepLoop = void (*)(T* const* to, const T* const* from, const StepScalars<T>& s, size_t n);
 
@@ -51,6 +61,10 @@ struct Loops {
   GradLoop<T> gelu_grad;
   GradLoop<T> gelu_tanh_grad;
   GradLoop<T> silu_grad;
+  // Of the activation of `gate` times `up`.
+  GateLoop<T> gated_gelu_grad;
+  GateLoop<T> gated_gelu_tanh_grad;
+  GateLoop<T> gated_silu_grad;
 
   // One row of a softmax or its logarithm.
   GradLoop<T> softmax_grad;
@@ -81,9 +95,11 @@ struct Loops {
   // One row: x = softmax(scale x + bias). The bias has n elements, or one if `bias_step` is 0.
   void (*softmax_scores)(T* x, const T* bias, size_t bias_step, T scale, size_t n);
 
-  // One row of n elements: writes dx, adds to dscale and dbias, which overlap no other array.
-  void (*layer_norm_grad)(T* dx, T* dscale, T* dbias, const T* dy, const T* x, const T* scale,
-                          T mean, T inv_std, size_t n);
+  NormLoop<T> layer_norm_grad;
+  NormLoop<T> rms_norm_grad;  // neither `mean` nor `dbias` is read
+
+  RotaryLoop<T> rotary;
+  RotaryLoop<T> rotary_grad;
 
   // A channel of a batch normalisation. Adds the sums of dy and of dy (x - mean) to two numbers;
   // the sum of (x - mean)^2; dx = step (dy - mean_dy - (x - mean) bend).
