@@ -30,7 +30,7 @@ from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.local_node import LocalNode, PartitionBody, copy_node
-from onnxpar.partition.fuse_attention import fuse_attention
+from onnxpar.partition.fuse_nodes import fuse_nodes
 from onnxpar.partition.partitioned_model import GraphValue, Parameter, PartitionedModel, States
 from onnxpar.propagation.conflicts import Conflict
 from onnxpar.resharding.lowering import emit_reshard
@@ -133,7 +133,7 @@ class ProgramWriter:
             outputs.append(GraphValue(name, local, sharding))
         results = [o.local for o in outputs]
         remove_unused(self.builder, results)
-        if self.fuses and fuse_attention(self.builder, results):
+        if self.fuses and fuse_nodes(self.builder, results):
             remove_unused(self.builder, results)
         needed = {v for node in self.builder.nodes for v in read_by(node)}
         needed |= {o.local for o in outputs}

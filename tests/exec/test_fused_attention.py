@@ -110,7 +110,7 @@ def test_it_trains_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, strategy: str
 ) -> None:
     fused = shard(tmp_path / "fused", model(form), strategy, loss="mse")
-    monkeypatch.setattr("onnxpar.partition.fuse_attention.find_attentions", lambda *_: iter(()))
+    monkeypatch.setattr("onnxpar.partition.fuse_nodes.find_attentions", lambda *_: iter(()))
     plain = shard(tmp_path / "plain", model(form), strategy, loss="mse")
     name = f"{PREFIX[form]}ScaledDotProductAttention"
     found = kinds(fused)
@@ -133,7 +133,7 @@ def test_a_stage_that_computes_the_mask(
 ) -> None:
     """Without the operator, the stage computes the mask again for the backward."""
     fused = shard(tmp_path / "fused", model(form), "pp=2", loss="mse")
-    monkeypatch.setattr("onnxpar.partition.fuse_attention.find_attentions", lambda *_: iter(()))
+    monkeypatch.setattr("onnxpar.partition.fuse_nodes.find_attentions", lambda *_: iter(()))
     plain = shard(tmp_path / "plain", model(form), "pp=2", loss="mse")
     name = "MaskedScaledDotProductAttention"
     assert kinds(fused, "forward_model.0")[name] == kinds(plain, "forward_model.0")["Softmax"] == 1

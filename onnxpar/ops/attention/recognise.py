@@ -5,19 +5,18 @@ backward part if there is one. Both are found together, because the shares (the 
 Softmax) need not be computed if every node that reads them is replaced.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.metadata_keys import RECOMPUTED_FROM
 from onnxpar.ops.attention.fused import BIASED, MASKED, SAFE, Form
-from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.ops.contrib_schemas import MICROSOFT
+from onnxpar.ops.fused.fused_nodes import FusedNodes, NodeGraph
 
 LEAST_KEYS = 128
 """A sequence of fewer keys stays as it is: its scores take little memory and time
@@ -26,55 +25,37 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True)
-class FusedNodes:
-    """Nodes that one node replaces.
-
-    Attributes:
-        nodes: The nodes; the last one computes the result of the forward part.
-        inputs: The values that the new node reads.
-        outputs: The values that it computes; None for one that nobody reads.
-    """
-
-    nodes: tuple[ir.Node, ...]
-    inputs: tuple[ir.Value | None, ...]
-    outputs: tuple[ir.Value | None, ...]
-
-
-@dataclass(frozen=True)
 class Attention:
     """One attention: Softmax(scale · q·kt + bias)·v, or with a mask in place of the bias.
 
     Attributes:
-        form: Its form.
-        attributes: The attributes of the new nodes.
         forward: The nodes from the scores to the result, with the operands q, kt, v, and bias or
             mask (None: zero is added); None if nothing reads the result, as where it is recomputed.
         backward: The nodes of the gradient, with dy before these operands, and the results dq, dkt
-            and dv; None without a gradient.
-        inverted: Whether the mask among the operands is true where a score is hidden. The masks of
-            the new nodes are true where a score is seen.
+            and dv; None without a gradient. The masks of the new nodes are true where a score is
+            seen.
     """
 
-    form: Form
-    attributes: Mapping[str, float]
     forward: FusedNodes | None
     backward: FusedNodes | None
-    inverted: bool = False
+
+    @property
+    def parts(self) -> tuple[FusedNodes, ...]:
+        """The parts that there are."""
+        return tuple(part for part in (self.forward, self.backward) if part is not None)
 
 
 def find_attentions(
-    nodes: Sequence[ir.Node], kept: Collection[ir.Value], keys: Callable[[ir.Value], int | None]
+    graph: NodeGraph, keys: Callable[[ir.Value], int | None]
 ) -> Iterator[Attention]:
     """Yields each attention that can be replaced.
 
     Args:
-        nodes: The nodes of a graph, in order.
-        kept: Values that must be computed: the graph's outputs.
+        graph: The graph of a rank.
         keys: Returns the greatest size that the last dim of a value may have; None if that is not
             bounded.
     """
-    graph = _Graph(nodes, kept)
-    for node in nodes:
+    for node in graph.nodes:
         # In float64, the factor would lose digits as an attribute.
         if _is(node, "Softmax") and _over_last(node) and node.outputs[0].dtype in _TYPES:
             most = keys(node.outputs[0])
@@ -82,33 +63,6 @@ def find_attentions(
                 found = _attention(node, graph)
                 if found is not None:
                     yield found
-
-
-class _Graph:
-    """Who makes and who reads a value, among some nodes."""
-
-    def __init__(self, nodes: Sequence[ir.Node], kept: Collection[ir.Value]) -> None:
-        self._nodes, self._kept = set(nodes), set(kept)
-        self._readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
-        for node in nodes:
-            # For its further operands, a Barrier only waits.
-            read = node.inputs[:1] if is_barrier(node) else read_by(node)
-            for value in dict.fromkeys(read):
-                if value is not None:
-                    self._readers[value].append(node)
-
-    def readers(self, value: ir.Value) -> list[ir.Node]:
-        """The nodes that read a value."""
-        return self._readers[value]
-
-    def needs(self, values: Iterable[ir.Value], nodes: Collection[ir.Node]) -> bool:
-        """Whether some of the values are needed by others than these nodes."""
-        return any(v in self._kept or not set(nodes).issuperset(self._readers[v]) for v in values)
-
-    def maker(self, value: ir.Value | None) -> ir.Node | None:
-        """The node that makes a value."""
-        node = None if value is None else value.producer()
-        return node if node in self._nodes else None
 
 
 def _is(node: ir.Node | None, op_type: str, domain: str = "") -> TypeGuard[ir.Node]:
@@ -154,7 +108,7 @@ class _Scores:
     inverted: bool = False
 
 
-def _scores(softmax: ir.Node, graph: _Graph) -> _Scores | None:
+def _scores(softmax: ir.Node, graph: NodeGraph) -> _Scores | None:
     value = softmax.inputs[0]
     last = graph.maker(value)
     hidden, inverted = None, False
@@ -191,7 +145,7 @@ def _branches(where: ir.Node, inverted: bool) -> tuple[ir.Value | None, ir.Value
     return (false, true) if inverted else (true, false)
 
 
-def _scaled(value: ir.Value | None, graph: _Graph) -> _Scores | None:
+def _scaled(value: ir.Value | None, graph: NodeGraph) -> _Scores | None:
     """The scores that are a product, scaled or not."""
     node = graph.maker(value)
     scaling, scale = None, 1.0
@@ -221,7 +175,7 @@ def _number(value: ir.Value | None) -> float | None:
     return float(np.asarray(tensor.numpy()).reshape(()))
 
 
-def _attention(softmax: ir.Node, graph: _Graph) -> Attention | None:
+def _attention(softmax: ir.Node, graph: NodeGraph) -> Attention | None:
     scores, shares = _scores(softmax, graph), softmax.outputs[0]
     if scores is None:
         return None
@@ -257,12 +211,24 @@ def _attention(softmax: ir.Node, graph: _Graph) -> Attention | None:
         if _shape(product.outputs[0])[:-1] != _shape(result)[:-1]:
             return None
         inputs = (scores.q, scores.kt, product.inputs[1], scores.mask)
-        forward = FusedNodes((*before, product), inputs, (product.outputs[0],))
-    attributes = {"scale": scores.scale}
-    form = BIASED if none is None else SAFE
+        form, attributes = _form(scores, none)
+        forward = FusedNodes(
+            DOMAIN,
+            form.forward.name,
+            attributes,
+            (*before, product),
+            inputs,
+            (product.outputs[0],),
+            scores.inverted,
+        )
+    return Attention(forward, backward)
+
+
+def _form(scores: _Scores, none: ir.Node | None) -> tuple[Form, dict[str, float]]:
+    """The form of an attention, and the attributes of its operators."""
     if scores.hidden is not None:
-        form, attributes["hidden"] = MASKED, scores.hidden
-    return Attention(form, attributes, forward, backward, scores.inverted)
+        return MASKED, {"scale": scores.scale, "hidden": scores.hidden}
+    return BIASED if none is None else SAFE, {"scale": scores.scale}
 
 
 def _chooses(node: ir.Node, none: ir.Node, value: ir.Value) -> bool:
@@ -273,7 +239,7 @@ def _chooses(node: ir.Node, none: ir.Node, value: ir.Value) -> bool:
 
 
 def _backward(
-    scores: _Scores, slope: ir.Node, result: ir.Value, none: ir.Node | None, graph: _Graph
+    scores: _Scores, slope: ir.Node, result: ir.Value, none: ir.Node | None, graph: NodeGraph
 ) -> FusedNodes | None:
     """The gradient of an attention.
 
@@ -324,7 +290,10 @@ def _backward(
         return None
     outputs = tuple(made[n].outputs[0] if n in made else None for n in ("dq", "dkt", "dv"))
     inputs = (dy, scores.q, scores.kt, v, scores.mask)
-    return FusedNodes(tuple(nodes), inputs, outputs)
+    form, attributes = _form(scores, none)
+    return FusedNodes(
+        DOMAIN, form.backward.name, attributes, tuple(nodes), inputs, outputs, scores.inverted
+    )
 
 
 def _is_same(value: ir.Value | None, original: ir.Value | None) -> bool:

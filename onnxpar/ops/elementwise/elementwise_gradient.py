@@ -17,7 +17,7 @@ from onnxpar.ops.fused.activation_gradients import (
     SIGMOID_GRAD,
     TANH_GRAD,
 )
-from onnxpar.ops.fused.written import (
+from onnxpar.ops.fused.written_gradients import (
     gated_gradient,
     rms_norm_gradient,
     rotary_gradient,

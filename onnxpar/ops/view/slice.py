@@ -182,9 +182,12 @@ def slice_local(node: LocalNode) -> Sequence[ir.Value]:
     view = node.view
     if not node.plan.factors:
         return node.copy()
-    kept = {axis: at for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}
+    slices = _slices(view)
+    kept = {axis: at for axis, at in slices.items() if not _keeps_all(view, axis, at)}
     if not kept:
         return (node.op("Identity", node.input(0), shape=node.out_shape()),)
+    if kept == slices:
+        return node.copy()
     positions = list(kept.values())
     chosen = node.builder.const(np.array(positions, np.int64))
 

@@ -91,7 +91,7 @@ def test_stages_need_the_memory_of_their_programs(
 ) -> None:
     """Parts of layers are recomputed, and stages end within layers."""
     # Plans count the scores of attention as if they were kept.
-    monkeypatch.setattr("onnxpar.partition.fuse_attention.find_attentions", lambda *_: iter(()))
+    monkeypatch.setattr("onnxpar.partition.fuse_nodes.find_attentions", lambda *_: iter(()))
     config = transformer.Config(layers=3, d_model=WIDTH, heads=4, vocab=64, max_positions=16)
     spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
     prepared = prepare_training(read_parameters(transformer.build(config)), {}, spec)

@@ -1,44 +1,48 @@
-"""Replaces attention in the form of exporters by fused operators, in a rank-generic graph.
+"""Replaces nodes in the form of exporters by fused operators, in a rank-generic graph.
 
-Where heads and batches are sharded, an attention has no collective between its nodes, so the graph
-of each rank has all of them. It is found there (`onnxpar.ops.attention.recognise`), after
+Attention, RMS norms and rotary positions have no collective between their nodes where rows and
+heads are not sharded, so the graph of each rank has all of them. They are found there, after
 strategies have named the nodes of the model and plans have sharded them.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from onnxpar.graph.body_captures import read_by
-from onnxpar.graph.builder import DOMAIN, GENERATED
+from onnxpar.graph.builder import GENERATED
 from onnxpar.graph.local_builder import PLACE, LocalBuilder
-from onnxpar.ops.attention.recognise import Attention, FusedNodes, find_attentions
+from onnxpar.ops.attention.recognise import find_attentions
 from onnxpar.ops.collective.barrier import is_barrier
-from onnxpar.ops.function import Function
+from onnxpar.ops.fused.fused_nodes import FusedNodes, NodeGraph
+from onnxpar.ops.fused.written_nodes import find_norms, find_rotations
 
 
-def fuse_attention(builder: LocalBuilder, outputs: Collection[ir.Value]) -> bool:
-    """Replaces each attention of a training program that may have enough keys.
+def fuse_nodes(builder: LocalBuilder, outputs: Collection[ir.Value]) -> bool:
+    """Replaces what is found in a training program.
 
     Args:
         builder: Holds the graph, in which every node is needed; it is changed.
         outputs: The outputs of the graph, which keep their nodes.
 
     Returns:
-        Whether any was replaced.
+        Whether anything was replaced.
     """
 
     def keys(value: ir.Value) -> int | None:
         shape = builder.shapes.get(value)
         return 0 if not shape else builder.table.bounds(shape[-1])[1]
 
-    found = tuple(find_attentions(builder.nodes, outputs, keys))
+    graph = NodeGraph(builder.nodes, outputs)
+    attentions = tuple(find_attentions(graph, keys))
+    found = [*find_norms(graph, builder.shapes), *find_rotations(graph, builder.shapes)]
+    groups: list[tuple[FusedNodes, ...]] = [(part,) for part in found]
     # Without a gradient nothing keeps the scores, and for a few queries the nodes are faster.
-    return any(attention.backward for attention in found) and _Fusion(
-        builder, frozenset(outputs)
-    ).run(found)
+    if any(attention.backward for attention in attentions):
+        groups += [attention.parts for attention in attentions]
+    return bool(groups) and _Fusion(builder, frozenset(outputs)).run(groups)
 
 
 @dataclass
@@ -54,28 +58,19 @@ class _Fusion:
             for value in read_by(node):
                 self.read_at[value].append(index)
 
-    def run(self, found: tuple[Attention, ...]) -> bool:
-        """Replaces both parts of each attention, or none; returns whether any was replaced."""
+    def run(self, groups: Sequence[tuple[FusedNodes, ...]]) -> bool:
+        """Replaces all parts of each group, or none; returns whether any was replaced."""
         new: dict[int, list[ir.Node]] = defaultdict(list)
         gone: set[ir.Node] = set()
         awaited: dict[ir.Value, ir.Value] = {}
-        for attention in found:
-            parts = [
-                (part, function)
-                for part, function in zip(
-                    (attention.forward, attention.backward),
-                    (attention.form.forward, attention.form.backward),
-                    strict=True,
-                )
-                if part is not None
-            ]
-            places = [self._place(part) for part, _ in parts]
+        for parts in groups:
+            places = [self._place(part) for part in parts]
             if None in places:
                 continue
-            for (part, function), place in zip(parts, places, strict=True):
+            for part, place in zip(parts, places, strict=True):
                 assert place is not None
-                node = self._node(part, function, attention.attributes)
-                new[place] += [self._inverse(node), node] if attention.inverted else [node]
+                node = self._node(part)
+                new[place] += [self._inverse(node), node] if part.inverted else [node]
                 gone.update(part.nodes)
                 first = part.inputs[0]
                 assert first is not None
@@ -110,19 +105,17 @@ class _Fusion:
         read = [index for v in made for index in self.read_at[v] if index not in gone]
         return place if place <= min(read, default=place) else None
 
-    def _node(
-        self, part: FusedNodes, function: Function, attributes: Mapping[str, float]
-    ) -> ir.Node:
+    def _node(self, part: FusedNodes) -> ir.Node:
         """The new node, with name and metadata of the last old one; others read its results."""
         old = part.nodes[-1]
         operands = [None if v is None else self.renewed.get(v, v) for v in part.inputs]
         if operands[-1] is None:
             operands[-1] = self.builder.const(0.0, old.outputs[0].dtype)
         node = ir.Node(
-            DOMAIN,
-            function.name,
+            part.domain,
+            part.op_type,
             operands,
-            ir.convenience.convert_attributes(attributes),
+            ir.convenience.convert_attributes(part.attributes),
             outputs=[self._renew(value) for value in part.outputs],
             name=old.name,
         )
