@@ -35,6 +35,7 @@ def shard(
     ignore_index: int | None = None,
     devices: int | None = None,
     freeze: tuple[str, ...] = (),
+    trainable: tuple[str, ...] = (),
     compute: str | None = None,
 ) -> Path:
     """Writes a model beside `out` and the directory that trains it to `out`; returns `out`."""
@@ -44,6 +45,7 @@ def shard(
         parse_loss(loss, ignore_index=ignore_index),
         parse_optimizer(optimizer),
         freeze=freeze,
+        trainable=trainable,
         compute=compute,
     )
     shard_model(path, strategy, out, devices=devices, training=spec)

@@ -53,9 +53,14 @@ def channels(*shape: int) -> list[Array]:
     return [numbers(*shape), numbers(*shape), scale, mean, inverse, total, slope, count]
 
 
+def rotation(*angles: int) -> list[Array]:
+    return [numbers(2, 3, 5, 8), numbers(*angles, 8), numbers(*angles, 8)]
+
+
+RMS = "RMSNormalizationGrad"
 LN, BN = "LayerNormalizationGrad", "BatchNormalizationInputGrad"
 LOSS = "SoftmaxCrossEntropyLossGrad"
-ONE = np.array(0.3)
+ONE, UP = np.array(0.3), numbers(3, 5)
 # Name of the operator, attributes, operands, number of outputs.
 CASES: Mapping[str, tuple[str, Mapping[str, object], list[Array], int]] = {
     "relu": ("ReluGrad", {}, [numbers(3, 5), np.maximum(numbers(3, 5), 0)], 1),
@@ -64,6 +69,15 @@ CASES: Mapping[str, tuple[str, Mapping[str, object], list[Array], int]] = {
     "gelu": ("GeluGrad", {}, [numbers(3, 5), 2 * numbers(3, 5)], 1),
     "gelu tanh": ("GeluTanhGrad", {}, [numbers(3, 5), 2 * numbers(3, 5)], 1),
     "silu": ("SiluGrad", {}, [numbers(3, 5), 2 * numbers(3, 5)], 1),
+    **{
+        f"gated {kind}": (f"Gated{kind}Grad", {}, [numbers(3, 5), 2 * numbers(3, 5), UP], 2)
+        for kind in ("Gelu", "GeluTanh", "Silu")
+    },
+    "rotary": ("RotaryEmbedding", {}, rotation(5), 1),
+    "rotary gradient": ("RotaryEmbeddingGrad", {}, rotation(2, 1, 5), 1),
+    "rms norm": (RMS, {"axis": -1}, [*norm(-1)[:3], norm(-1)[4]], 2),
+    "rms norm of two dims": (RMS, {"axis": -2}, [*norm(-2)[:3], norm(-2)[4]], 2),
+    "rms norm alone": (RMS, {"axis": -1}, [*norm(-1)[:3], norm(-1)[4]], 1),
     "softmax": ("SoftmaxGrad", {"axis": 2}, [numbers(3, 4, 5), softmax(2)], 1),
     "softmax before": ("SoftmaxGrad", {"axis": 1}, [numbers(3, 4, 5), softmax(1)], 1),
     "log softmax": ("LogSoftmaxGrad", {"axis": 1}, [numbers(5, 6), log_prob(5, 6)], 1),
@@ -118,7 +132,12 @@ UNITS = 160
 
 
 # onnxruntime has no Erf in float64 and scatters no sums in float16.
-WITHOUT_FUNCTION = (("GeluGrad", np.float64), (LOSS, np.float16), ("GatherGrad", np.float16))
+WITHOUT_FUNCTION = (
+    ("GeluGrad", np.float64),
+    ("GatedGeluGrad", np.float64),
+    (LOSS, np.float16),
+    ("GatherGrad", np.float16),
+)
 
 
 def model(name: str, dtype: type[np.floating], opset: int) -> tuple[onnx.ModelProto, list[Array]]:

@@ -94,6 +94,14 @@ def update(name: str, states: str, scalars: int) -> Case:
     return Case(body, "double one = {1.0}", outputs=tuple(f"y_{s}" for s in states))
 
 
+def gated(name: str) -> Case:
+    """The gradient of a gated unit; the gate is the program's input, which is held from outside."""
+    body = (
+        f"a = Exp(x)  b = Sin(x)  r, s = {DOMAIN}.Gated{name}Grad (a, x, b)  y = Sin(r)  z = Cos(s)"
+    )
+    return Case(body, outputs=("y", "z"))
+
+
 FLAT = (ROWS * COLUMNS,)
 IN_PLACE = (
     "Celu", "Clip", "Elu", "HardSigmoid", "LeakyRelu", "Relu", "Selu", "Shrink", "Sigmoid",
@@ -155,6 +163,19 @@ CASES: Mapping[Key, tuple[Case, ...]] = {
             f"{DOMAIN}.BatchNormalizationInputGrad",
             f"a, x, {', '.join(['bias'] * 5)}, one",
             f"{BIAS}, float[1] one = {{1.0}}",
+        ),
+    ),
+    **{(DOMAIN, f"Gated{name}Grad"): (gated(name),) for name in ("Gelu", "GeluTanh", "Silu")},
+    **{
+        (DOMAIN, name): (between(f"{DOMAIN}.{name}", "a, bias, bias", BIAS),)
+        for name in ("RotaryEmbedding", "RotaryEmbeddingGrad")
+    },
+    (DOMAIN, "RMSNormalizationGrad"): (
+        Case(
+            f"a = Exp(x)  m = ReduceMean(x, last)  "
+            f"r = {DOMAIN}.RMSNormalizationGrad (a, x, bias, m)  y = Sin(r)",
+            f"int64[1] last = {{1}}, {BIAS}",
+            {"m": (ROWS, 1)},
         ),
     ),
     (DOMAIN, "LayerNormalizationGrad"): (

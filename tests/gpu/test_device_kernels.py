@@ -161,6 +161,44 @@ def test_slopes_far_out(both: Both, op: str) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
 
 
+GATED = ["GatedGeluGrad", "GatedGeluTanhGrad", "GatedSiluGrad"]
+
+
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    product(GATED, TYPES)
+    if FULL
+    else [*product(GATED, ["float32"]), ("GatedSiluGrad", "bfloat16")],
+)
+def test_gated(both: Both, op: str, kind: str) -> None:
+    for shape in SHAPES:
+        dy, gate, up = normal(1, shape, kind), normal(2, shape, kind, 3), normal(3, shape, kind)
+        wants, gots = both(op, dy, gate, up, outputs=[True, True])
+        d, g, u = (np.abs(a.astype(np.float64)) for a in (dy, gate, up))
+        # As above, and one more rounding.
+        error = 4 * (10 * 1.13 * REAL[kind] if kind == "float64" else 1e-6)
+        for want, got, size in zip(wants, gots, (d * u, d * g), strict=True):
+            close(got, want, kind, error * size)
+
+
+ROTATIONS = [
+    ((2, 3, 5, 8), (1, 1, 5, 8)),
+    ((2, 3, 2, 2, 6), (2, 1, 2, 1, 6)),
+    ((3, 4, 100, 64), (100, 64)),
+    ((0, 3, 4), (3, 4)),
+]
+
+
+@pytest.mark.parametrize("op", ["RotaryEmbedding", "RotaryEmbeddingGrad"])
+@pytest.mark.parametrize("kind", TYPES if FULL else ["float32", "bfloat16"])
+def test_rotary(both: Both, op: str, kind: str) -> None:
+    for shape, angles in ROTATIONS:
+        x, cos, sin = normal(1, shape, kind), normal(2, angles, kind), normal(3, angles, kind)
+        (want,), (got,) = both(op, x, cos, sin)
+        # Two products and a sum, of three roundings, of numbers below 6 times 6; twice.
+        close(got, want, kind, 2 * 3 * REAL[kind] * 72)
+
+
 # Name, attributes, and the ends of where it is defined.
 STANDARD: list[tuple[str, dict[str, float], float, float]] = [
     ("Acos", {}, -1, 1),
@@ -324,6 +362,23 @@ def test_layer_norm(both: Both, kind: str, wide_statistics: bool) -> None:
         n, m = int(np.prod(shape[at:])), int(np.prod(shape[:at]))
         # Independent roundings grow with the root of the count, taken 4 times as large, twice.
         for want, got, count in zip(wants, gots, (n, m, m), strict=True):
+            size = max(1.0, np.abs(want.astype(np.float64)).max(initial=0))
+            close(got, want, kind, 2 * REAL[kind] * 4 * (np.sqrt(count) + 8) * size)
+
+
+@both_widths
+def test_rms_norm(both: Both, kind: str) -> None:
+    for shape, axis in LAYER:
+        at = axis % len(shape)
+        x, dy = normal(5, shape, kind), normal(6, shape, kind)
+        scale = normal(7, shape[at:], kind)
+        square = (x.astype(np.float64) ** 2).mean(axis=tuple(range(at, len(shape))), keepdims=True)
+        inverse = (1 / np.sqrt(square + 1e-5)).astype(np.float32)
+        given = (dy, x, scale, inverse)
+        wants, gots = both("RMSNormalizationGrad", *given, outputs=[True] * 2, axis=axis)
+        n, m = int(np.prod(shape[at:])), int(np.prod(shape[:at]))
+        # As for layer normalisation.
+        for want, got, count in zip(wants, gots, (n, m), strict=True):
             size = max(1.0, np.abs(want.astype(np.float64)).max(initial=0))
             close(got, want, kind, 2 * REAL[kind] * 4 * (np.sqrt(count) + 8) * size)
 

@@ -68,6 +68,54 @@ def test_gradient(run: Run, name: str, shape: tuple[int, ...], dtype: type[np.fl
     assert np.all(np.abs(dx - want) <= TOLERANCE[dtype] * np.abs(dy))
 
 
+def gelu_itself(x: np.ndarray) -> np.ndarray:
+    below = np.vectorize(lambda v: 0.5 * math.erfc(-v / math.sqrt(2)), otypes=[float])(x)
+    return np.asarray(x * below)
+
+
+def gelu_tanh_itself(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x / (1 + np.exp(-2 * ROOT * (x + 0.044715 * x**3))))
+
+
+def silu_itself(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+GATED = {
+    "GatedGeluGrad": (gelu_itself, gelu),
+    "GatedGeluTanhGrad": (gelu_tanh_itself, gelu_tanh),
+    "GatedSiluGrad": (silu_itself, silu),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", GATED)
+def test_gated(run: Run, name: str, shape: tuple[int, ...], dtype: type[np.floating]) -> None:
+    rng = np.random.default_rng(7)
+    dy, up = (rng.standard_normal(shape).astype(dtype) for _ in "yu")
+    gate = (3 * rng.standard_normal(shape)).astype(dtype)
+    results = run(name, dy, gate, up, outputs=[True, True])
+    d, g, u = (a.astype(np.float64) for a in (dy, gate, up))
+    itself, slope = GATED[name]
+    # As for the slopes alone, and one more rounding; the activation is below 1.13 |gate| likewise.
+    for got, want, size in zip(
+        results, (d * u * slope(g), d * itself(g)), (np.abs(d * u), np.abs(d * g)), strict=True
+    ):
+        assert got.dtype == dtype and got.shape == shape
+        assert np.all(np.abs(got - want) <= 2 * TOLERANCE[dtype] * size)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gates_far_out(run: Run, name: str) -> None:
+    gate = np.array([-1e30, -1e4, -0.0, 1e4, 1e30], np.float32)
+    one = np.ones_like(gate)
+    dgate, dup = run(name, one, gate, one, outputs=[True, True])
+    np.testing.assert_allclose(dgate, [0, 0, 0.5, 1, 1], rtol=0, atol=1e-6)
+    # exp(-40) times the gate is what is left of it on the negative side.
+    np.testing.assert_allclose(dup / np.maximum(np.abs(gate), 1), [0, 0, 0, 1, 1], atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["GeluGrad", "GeluTanhGrad", "SiluGrad"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_slopes_everywhere(run: Run, name: str, dtype: type[np.floating]) -> None:

@@ -96,6 +96,29 @@ def test_layer_norm(
         )
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("shape", "axis"), LAYER, ids=str)
+def test_rms_norm(run: Run, shape: tuple[int, ...], axis: int, dtype: type[np.floating]) -> None:
+    rng = np.random.default_rng(4)
+    at = axis % len(shape)
+    axes, rows = tuple(range(at, len(shape))), tuple(range(at))
+    x, dy = (rng.standard_normal(shape).astype(dtype) for _ in "xy")
+    scale = rng.standard_normal(shape[at:]).astype(dtype)
+    wide, d = x.astype(np.float64), dy.astype(np.float64)
+    square = (wide**2).mean(axis=axes, keepdims=True)
+    inverse = (1 / np.sqrt(square + 1e-5)).astype(np.float32)
+    outputs = run("RMSNormalizationGrad", dy, x, scale, inverse, outputs=[True] * 2, axis=axis)
+    h, w = wide * inverse.astype(np.float64), d * scale
+    want = [inverse * (w - h * (w * h).mean(axis=axes, keepdims=True)), (d * h).sum(axis=rows)]
+    # As for layer normalisation.
+    for got, wanted, count in zip(outputs, want, (scale.size, x.size // scale.size), strict=True):
+        assert got.dtype == dtype
+        bound = UNIT[dtype] * 4 * (np.sqrt(count) + 8) * max(1, abs(wanted).max())
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=bound)
+    (alone,) = run("RMSNormalizationGrad", dy, x, scale, inverse, outputs=[True], axis=axis)
+    np.testing.assert_array_equal(alone, outputs[0])
+
+
 def test_layer_norm_outputs_left_out(run: Run) -> None:
     rng = np.random.default_rng(5)
     x, dy = (rng.standard_normal((5, 6)).astype(np.float32) for _ in range(2))
