@@ -145,11 +145,17 @@ def log_softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     return (node.builder.cast(node.op("Sub", dy, share, shape=shape), node.out_dtype()),)
 
 
-def norm_grad_rule(view: NodeView) -> OpRule:
-    """`a b c, a b c, c, a b 1, a b 1 -> a b c, c, c; sum: a b; special: c; linear: sum 0`.
+def layer_norm_grad_rule(view: NodeView) -> OpRule:
+    """`a b c, a b c, c, a b 1, a b 1 -> a b c, c, c; sum: a b; special: c; linear: sum 0`."""
+    return _norm_grad_rule(view)
 
-    RMSNormalizationGrad lacks the mean and the gradient of the bias: one `a b 1` and one `c` less.
-    """
+
+def rms_norm_grad_rule(view: NodeView) -> OpRule:
+    """`a b c, a b c, c, a b 1 -> a b c, c; sum: a b; special: c; linear: sum 0`."""
+    return _norm_grad_rule(view)
+
+
+def _norm_grad_rule(view: NodeView) -> OpRule:
     names = axis_names(len(view.shape(0)))
     axis = _axis(view)
     dims, leading, normalised = (" ".join(n) for n in (names, names[:axis], names[axis:]))
@@ -208,7 +214,7 @@ DEFS = tuple(
     for function, rule, local in (
         (SOFTMAX_GRAD, softmax_grad_rule, softmax_grad_local),
         (LOG_SOFTMAX_GRAD, softmax_grad_rule, log_softmax_grad_local),
-        (LAYER_NORMALIZATION_GRAD, norm_grad_rule, norm_grad_local),
-        (RMS_NORMALIZATION_GRAD, norm_grad_rule, norm_grad_local),
+        (LAYER_NORMALIZATION_GRAD, layer_norm_grad_rule, norm_grad_local),
+        (RMS_NORMALIZATION_GRAD, rms_norm_grad_rule, norm_grad_local),
     )
 )
