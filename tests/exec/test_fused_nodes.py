@@ -49,10 +49,9 @@ def model() -> ir.Model:
     return ir.from_proto(proto)
 
 
-def shard(out: Path, given: ir.Model, strategy: str | Path) -> Path:
-    return training_cases.shard(
-        out, given, strategy, loss="mse", freeze=("angles",), trainable=("scale",)
-    )
+def shard(out: Path, given: ir.Model, strategy: str | Path, compute: str | None = None) -> Path:
+    trained = {"freeze": ("angles",), "trainable": ("scale",)}
+    return training_cases.shard(out, given, strategy, loss="mse", compute=compute, **trained)
 
 
 def kinds(directory: Path, program: str = "training_model") -> Counter[str]:
@@ -104,6 +103,12 @@ def test_it_trains_as_before(
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     for key, weight in weights.items():
         np.testing.assert_allclose(weight, others[key], rtol=0, atol=2e-5, err_msg=key)
+
+
+def test_mixed_precision_has_them_too(tmp_path: Path) -> None:
+    """Then casts are between the nodes."""
+    found = kinds(shard(tmp_path / "m", model(), "dp=1", compute="bfloat16"))
+    assert [found[op] for op in (NORM, ROTARY, *GRADIENTS)] == [1] * 5
 
 
 def test_rows_that_are_divided_keep_their_nodes(

@@ -3,11 +3,15 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
+from onnxpar_runtime.devices import machine, obstacle
 from tests.children import with_tests
+from tests.gpu.device_nodes import Array, Both, Process
 from tests.gpu.standin import libraries
 
 
@@ -33,3 +37,38 @@ def standin_cuda(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
             libraries.build(unfinished)
             unfinished.rename(folder)
     return with_tests(libraries.environment(folder))
+
+
+@pytest.fixture(scope="module", params=["standin", pytest.param("gpu", marks=pytest.mark.gpu)])
+def worker(request: pytest.FixtureRequest) -> Iterator[Process]:
+    if request.param == "standin":
+        environment = request.getfixturevalue("standin_cuda")
+    elif why := obstacle(machine()):
+        pytest.skip(f"no GPU: {why}")
+    else:
+        environment = with_tests(os.environ)
+    process = Process(environment)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def both(worker: Process) -> Both:
+    """Runs a node and returns its outputs on the CPU and on the device.
+
+    Two runs on the device must agree to the bit.
+    """
+
+    def run(
+        op: str, *inputs: Array | None, outputs: Sequence[bool] = (True,), **attributes: Any
+    ) -> tuple[list[Array], list[Array]]:
+        cpu, cuda = worker.ask(op, inputs, attributes, outputs)
+        assert not isinstance(cpu, str), cpu
+        assert not isinstance(cuda, str), cuda
+        for first, second in zip(*cuda, strict=True):
+            np.testing.assert_array_equal(first, second)
+        for want, got in zip(cpu[0], cuda[0], strict=True):
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        return cpu[0], cuda[0]
+
+    return run

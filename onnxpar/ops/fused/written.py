@@ -139,19 +139,27 @@ def find_rotation(graph: Written, terms: Sequence[ir.Value]) -> Rotation | None:
     """Returns the rotation that the sum of two terms is, as transformers writes it, or None."""
     for along, across in either_way(terms):
         for turned, sin in either_way(graph.operands(across, "Mul")):
-            halves = _turned(graph, turned)
-            if halves is None:
-                continue
-            x, *between = halves
-            factors = graph.operands(along, "Mul")
-            cos = next((b for a, b in either_way(factors) if a is x), None)
-            if cos is None:
-                continue
-            shape, angles = tuple(graph.shape(x)), tuple(graph.shape(cos))
-            kept = shape == tuple(graph.shape(along)) == tuple(graph.shape(across))
-            if kept and angles == tuple(graph.shape(sin)) and angles[-1:] == shape[-1:]:
-                return Rotation(x, cos, sin, along, (along, across, turned, *between))
+            for x, cos in either_way(graph.operands(along, "Mul")):
+                between = _between(graph, x, turned)
+                shapes = [tuple(graph.shape(v)) for v in (along, across)]
+                angles = [tuple(graph.shape(v)) for v in (cos, sin)]
+                shape = tuple(graph.shape(x))
+                fits = shapes == [shape] * 2 and angles == [angles[0]] * 2
+                if between is not None and fits and angles[0][-1:] == shape[-1:]:
+                    return Rotation(x, cos, sin, along, (along, across, turned, *between))
     return None
+
+
+def _between(graph: Written, x: ir.Value, turned: ir.Value) -> tuple[ir.Value, ...] | None:
+    """The values between x and turned(x), or None if the second is not made from the first.
+
+    Both may be casts, as in mixed precision.
+    """
+    cast, given = (graph.operands(value, "Cast") for value in (turned, x))
+    halves = _turned(graph, cast[0] if cast else turned)
+    if halves is None or halves[0] is not (given[0] if cast and given else x):
+        return None
+    return (*cast, *halves[1:])
 
 
 def _turned(graph: Written, value: ir.Value) -> tuple[ir.Value, ...] | None:
