@@ -1,8 +1,8 @@
 """Replaces nodes in the form of exporters by fused operators, in a rank-generic graph.
 
-Attention, RMS norms and rotary positions have no collective between their nodes where rows and
-heads are not sharded, so the graph of each rank has all of them. They are found there, after
-strategies have named the nodes of the model and plans have sharded them.
+Attention, RMS norms, rotary positions and gated units have no collective between their nodes where
+rows and heads are not sharded, so the graph of each rank has all of them. They are found there,
+after strategies have named the nodes of the model and plans have sharded them.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from onnxpar.graph.local_builder import PLACE, LocalBuilder
 from onnxpar.ops.attention.recognise import find_attentions
 from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.ops.fused.fused_nodes import FusedNodes, NodeGraph
-from onnxpar.ops.fused.written_nodes import find_norms, find_rotations
+from onnxpar.ops.fused.written_nodes import find_gates, find_norms, find_rotations
 
 
 def fuse_nodes(builder: LocalBuilder, outputs: Collection[ir.Value]) -> bool:
@@ -35,10 +35,11 @@ def fuse_nodes(builder: LocalBuilder, outputs: Collection[ir.Value]) -> bool:
         shape = builder.shapes.get(value)
         return 0 if not shape else builder.table.bounds(shape[-1])[1]
 
-    graph = NodeGraph(builder.nodes, outputs)
+    graph, shapes = NodeGraph(builder.nodes, outputs), builder.shapes
     attentions = tuple(find_attentions(graph, keys))
-    found = [*find_norms(graph, builder.shapes), *find_rotations(graph, builder.shapes)]
-    groups: list[tuple[FusedNodes, ...]] = [(part,) for part in found]
+    groups: list[tuple[FusedNodes, ...]] = [
+        (part,) for find in (find_norms, find_rotations, find_gates) for part in find(graph, shapes)
+    ]
     # Without a gradient nothing keeps the scores, and for a few queries the nodes are faster.
     if any(attention.backward for attention in attentions):
         groups += [attention.parts for attention in attentions]

@@ -70,7 +70,8 @@ def trained(directory: Path) -> tuple[list[float], dict[str, np.ndarray]]:
         return losses, {name: group.gather(name) for name in WEIGHTS}
 
 
-NORM, ROTARY = "SimplifiedLayerNormalization", "RotaryEmbedding"
+NORM = "SimplifiedLayerNormalization"
+FORWARD = (NORM, "RotaryEmbedding", "GatedSilu")
 GRADIENTS = ("RMSNormalizationGrad", "RotaryEmbeddingGrad", "GatedSiluGrad")
 STRATEGIES = ["dp=1", "dp=2", "tp=2", "dp=2,tp=2"]
 
@@ -84,7 +85,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
             patch.setattr(f"{module}.{name}", lambda node: None)
         out = shard(tmp_path_factory.mktemp("plain") / "m", model(), "dp=1")
     found = kinds(out)
-    assert not {*GRADIENTS, NORM, ROTARY} & set(found)
+    assert not {*GRADIENTS, *FORWARD} & set(found)
     return trained(out)
 
 
@@ -94,10 +95,9 @@ def test_it_trains_as_before(
 ) -> None:
     directory = shard(tmp_path / "m", model(), strategy)
     found = kinds(directory)
-    assert [found[op] for op in (NORM, ROTARY, *GRADIENTS)] == [1] * 5
-    assert not found["Reciprocal"] and not found["Neg"]
-    evaluation = kinds(directory, "eval_model")
-    assert (evaluation[NORM], evaluation[ROTARY]) == (0, 0)
+    assert [found[op] for op in (*FORWARD, *GRADIENTS)] == [1] * 6
+    assert not found["Reciprocal"] and not found["Neg"] and not found["Sigmoid"]
+    assert not {*FORWARD} & set(kinds(directory, "eval_model"))
     (losses, weights), (wanted, others) = trained(directory), plain
     # Sums of at most 128 terms, in another order, of three steps.
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
@@ -108,7 +108,7 @@ def test_it_trains_as_before(
 def test_mixed_precision_has_them_too(tmp_path: Path) -> None:
     """Then casts are between the nodes."""
     found = kinds(shard(tmp_path / "m", model(), "dp=1", compute="bfloat16"))
-    assert [found[op] for op in (NORM, ROTARY, *GRADIENTS)] == [1] * 5
+    assert [found[op] for op in (*FORWARD, *GRADIENTS)] == [1] * 6
 
 
 def test_rows_that_are_divided_keep_their_nodes(

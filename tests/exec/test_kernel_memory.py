@@ -102,6 +102,7 @@ def gated(name: str) -> Case:
     return Case(body, outputs=("y", "z"))
 
 
+ACTIVATIONS = ("Gelu", "GeluTanh", "Silu")
 FLAT = (ROWS * COLUMNS,)
 IN_PLACE = (
     "Celu", "Clip", "Elu", "HardSigmoid", "LeakyRelu", "Relu", "Selu", "Shrink", "Sigmoid",
@@ -165,7 +166,11 @@ CASES: Mapping[Key, tuple[Case, ...]] = {
             f"{BIAS}, float[1] one = {{1.0}}",
         ),
     ),
-    **{(DOMAIN, f"Gated{name}Grad"): (gated(name),) for name in ("Gelu", "GeluTanh", "Silu")},
+    **{(DOMAIN, f"Gated{name}Grad"): (gated(name),) for name in ACTIVATIONS},
+    **{
+        (DOMAIN, f"Gated{name}"): (between(f"{DOMAIN}.Gated{name}", "a, x"),)
+        for name in ACTIVATIONS
+    },
     **{
         (DOMAIN, name): (between(f"{DOMAIN}.{name}", "a, bias, bias", BIAS),)
         for name in ("RotaryEmbedding", "RotaryEmbeddingGrad")

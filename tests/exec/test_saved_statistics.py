@@ -66,8 +66,8 @@ def test_rms_norm_is_trained_by_the_saved_deviation(strategy: str, tmp_path: Pat
     weights = {n: torch.tensor(a.copy(), requires_grad=True) for n, a in initial.items()}
     out = shard(tmp_path / "a", model, tmp_path / "s.yaml", optimizer="sgd")
     made = [n.op_type for n in nodes_of(out, "norm")]
-    # One mean of squares, of the forward node. The gradient is one node or, if rows are divided, its
-    # own terms, with a sum over rows and one over columns.
+    # One mean of squares, of the forward node. The gradient is one node. If rows are divided, it is
+    # its own terms, with a sum over rows and one over columns.
     squares = [op for op in made if op in ("SimplifiedLayerNormalization", "ReduceSumSquare")]
     assert len(squares) == 1 and "RMSNormalization" not in made
     assert not {"Sqrt", "Reciprocal"} & set(made) or strategy == SPLIT

@@ -58,10 +58,12 @@ def test_gated(both: Both, op: str, kind: str) -> None:
     for shape in SHAPES:
         dy, gate, up = normal(1, shape, kind), normal(2, shape, kind, 3), normal(3, shape, kind)
         wants, gots = both(op, dy, gate, up, outputs=[True, True])
+        (want,), (got,) = both(op.removesuffix("Grad"), gate, up)
+        wants, gots = [*wants, want], [*gots, got]
         d, g, u = (np.abs(a.astype(np.float64)) for a in (dy, gate, up))
         # As above, and one more rounding.
         error = 4 * (10 * 1.13 * REAL[kind] if kind == "float64" else 1e-6)
-        for want, got, size in zip(wants, gots, (d * u, d * g), strict=True):
+        for want, got, size in zip(wants, gots, (d * u, d * g, g * u), strict=True):
             close(got, want, kind, error * size)
 
 

@@ -1,6 +1,6 @@
-"""Fused gradients of activations, alone and times another tensor.
+"""Fused gradients of activations, alone and times another tensor, and such products.
 
-The second are of gated linear units (Shazeer, GLU Variants Improve Transformer, 2020): one operator
+They are gated linear units (Shazeer, GLU Variants Improve Transformer, 2020): one operator
 has the gradients of the activation and of the product, and computes the activation again, so that
 the backward pass does not read it.
 """
@@ -12,7 +12,7 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.function import VERSION, Function
-from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.operator import Missing, OpDef, for_ranks
 from onnxpar.ops.slots import IN_PLACE, Kernel
 
 ITSELF = Missing("it is already a gradient")
@@ -142,7 +142,16 @@ def _alone(name: str, slope: str) -> Function:
     """)
 
 
-def _gated(name: str, slope: str, activation: str) -> Function:
+def _gated(name: str, nodes: str) -> Function:
+    return Function(f"""
+        Gated{name} (gate, up) => (y) {{
+            {nodes}
+            y = Mul(active, up)
+        }}
+    """)
+
+
+def _gated_gradient(name: str, slope: str, activation: str) -> Function:
     return Function(f"""
         Gated{name}Grad (dy, gate, up) => (dgate, dup) {{
             x = Identity(gate)
@@ -158,9 +167,19 @@ def _gated(name: str, slope: str, activation: str) -> Function:
 GELU_GRAD = _alone("Gelu", _GELU)
 GELU_TANH_GRAD = _alone("GeluTanh", _GELU_TANH)
 SILU_GRAD = _alone("Silu", _SILU)
-GATED_GELU_GRAD = _gated("Gelu", _GELU, _GELU_ITSELF)
-GATED_GELU_TANH_GRAD = _gated("GeluTanh", _GELU_TANH, _GELU_TANH_ITSELF)
-GATED_SILU_GRAD = _gated("Silu", _SILU, _SILU_ITSELF)
+GATED_GELU = _gated("Gelu", "active = Gelu(gate)")
+GATED_GELU_TANH = _gated("GeluTanh", 'active = Gelu<approximate = "tanh">(gate)')
+GATED_SILU = _gated("Silu", "share = Sigmoid(gate)  active = Mul(gate, share)")
+GATED_GELU_GRAD = _gated_gradient("Gelu", _GELU, _GELU_ITSELF)
+GATED_GELU_TANH_GRAD = _gated_gradient("GeluTanh", _GELU_TANH, _GELU_TANH_ITSELF)
+GATED_SILU_GRAD = _gated_gradient("Silu", _SILU, _SILU_ITSELF)
+
+GATED = {
+    GATED_GELU: GATED_GELU_GRAD,
+    GATED_GELU_TANH: GATED_GELU_TANH_GRAD,
+    GATED_SILU: GATED_SILU_GRAD,
+}
+"""The products of an activation of a gate with another tensor, and the gradient of each."""
 
 
 def elementwise_rule(view: NodeView) -> OpRule:
@@ -170,7 +189,7 @@ def elementwise_rule(view: NodeView) -> OpRule:
     return parse_rule(f"{operands} -> {outputs}; linear: sum 0")
 
 
-DEFS = tuple(
+_GRADIENTS = tuple(
     OpDef(
         DOMAIN,
         function.name,
@@ -188,8 +207,9 @@ DEFS = tuple(
         ),
         (
             Kernel(over=((0, 0), (2, 1))),
-            (GATED_GELU_GRAD, GATED_GELU_TANH_GRAD, GATED_SILU_GRAD),
+            tuple(GATED.values()),
         ),
     )
     for function in functions
 )
+DEFS = (*_GRADIENTS, *(for_ranks(f.name, function=f, memory=IN_PLACE) for f in GATED))

@@ -11,6 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
+from onnxpar.ops.function import Function
+from onnxpar.ops.fused.activation_gradients import GATED_GELU, GATED_GELU_TANH, GATED_SILU
 
 FindMaker = Callable[[ir.Value | None], ir.Node | None]
 
@@ -216,9 +218,33 @@ def find_sigmoid(graph: Written, value: ir.Value) -> ir.Value | None:
     return found[0] if found else None
 
 
-def find_silu(graph: Written, value: ir.Value) -> ir.Value | None:
-    """Returns the x of which a value is x · sigmoid(x), if it is."""
-    for x, other in either_way(graph.operands(value, "Mul")):
-        if find_sigmoid(graph, other) is x:
-            return x
+@dataclass(frozen=True)
+class Gate:
+    """A product act(x) · up, where act is SiLU or Gelu (Shazeer, 2020).
+
+    Attributes:
+        x: The gate before its activation.
+        up: The other factor.
+        function: The operator that computes the product from both.
+        inner: The values between x and the product; the first is act(x).
+    """
+
+    x: ir.Value
+    up: ir.Value
+    function: Function
+    inner: tuple[ir.Value, ...]
+
+
+def find_gate(graph: Written, factors: Sequence[ir.Value]) -> Gate | None:
+    """Returns what the product of two factors of one shape is, if the first or second is act(x)."""
+    for active, up in either_way(factors):
+        if active is up or tuple(graph.shape(active)) != tuple(graph.shape(up)):
+            continue
+        gelu = graph.node(active, "Gelu")
+        if gelu is not None and gelu.inputs[0] is not None:
+            tanh = gelu.attributes.get_string("approximate", "none") == "tanh"
+            return Gate(gelu.inputs[0], up, GATED_GELU_TANH if tanh else GATED_GELU, (active,))
+        for x, share in either_way(graph.operands(active, "Mul")):
+            if find_sigmoid(graph, share) is x:
+                return Gate(x, up, GATED_SILU, (active, share))
     return None

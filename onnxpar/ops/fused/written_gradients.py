@@ -11,21 +11,15 @@ import onnx_ir as ir
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.ops.attention.rotary_halves import MOST_DIMS, ROTARY_GRAD
-from onnxpar.ops.function import Function
-from onnxpar.ops.fused.activation_gradients import (
-    GATED_GELU_GRAD,
-    GATED_GELU_TANH_GRAD,
-    GATED_SILU_GRAD,
-    SILU_GRAD,
-)
+from onnxpar.ops.fused.activation_gradients import GATED, SILU_GRAD
 from onnxpar.ops.fused.backward import RMS_NORMALIZATION_GRAD
 from onnxpar.ops.fused.written import (
     Written,
     either_way,
+    find_gate,
     find_normal,
     find_rotation,
     find_sigmoid,
-    find_silu,
 )
 from onnxpar.ops.grad_node import GradNode, Through
 
@@ -70,28 +64,14 @@ def _is_multiple(node: GradNode, value: ir.Value, x: ir.Value) -> bool:
 
 def gated_gradient(node: GradNode) -> Found:
     """Of a product act(gate) · up, where act is SiLU or Gelu (Shazeer, 2020)."""
-    shape = node.shape(node.output())
-    for active, up in either_way(_operands(node)):
-        alike = all(v in node.varying and node.shape(v) == shape for v in (active, up))
-        function, gate = _activation(node, active)
-        if function is None or gate is None or active is up or not alike:
-            continue
-        kind = (gate.dtype, shape)
-        dgate, dup = node.builder.ops(
-            function.name, [node.cotangent(), gate, up], [kind, kind], domain=DOMAIN
-        )
-        return [Through(gate, dgate) if v is active else dup for v in _operands(node)]
-    return None
-
-
-def _activation(node: GradNode, value: ir.Value) -> tuple[Function | None, ir.Value | None]:
-    """The gradient for a gate of which a value is the activation, and the gate."""
-    graph = _before(node)
-    gelu = graph.node(value, "Gelu")
-    if gelu is not None:
-        tanh = gelu.attributes.get_string("approximate", "none") == "tanh"
-        return GATED_GELU_TANH_GRAD if tanh else GATED_GELU_GRAD, gelu.inputs[0]
-    return GATED_SILU_GRAD, find_silu(graph, value)
+    found = find_gate(_before(node), _operands(node))
+    if found is None or found.x not in node.varying or found.up not in node.varying:
+        return None
+    kind = (found.x.dtype, node.shape(found.x))
+    operands = [node.cotangent(), found.x, found.up]
+    name = GATED[found.function].name
+    dgate, dup = node.builder.ops(name, operands, [kind, kind], domain=DOMAIN)
+    return [dup if v is found.up else Through(found.x, dgate) for v in _operands(node)]
 
 
 def rms_norm_gradient(node: GradNode) -> Found:

@@ -1,20 +1,32 @@
 """Finds what exporters write in several operators in the graph of a rank, to replace it by one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.attention.rotary_halves import MOST_DIMS, ROTARY, ROTARY_GRAD
+from onnxpar.ops.fused.activation_gradients import GATED
 from onnxpar.ops.fused.fused_nodes import FusedNodes, NodeGraph
-from onnxpar.ops.fused.written import Written, either_way, find_normal, find_rotation
+from onnxpar.ops.fused.written import (
+    Written,
+    either_way,
+    find_gate,
+    find_normal,
+    find_rotation,
+)
 
 Shapes = Mapping[ir.Value, Sequence[Dim]]
 
 
 def _written(graph: NodeGraph, shapes: Shapes) -> Written:
     return Written(graph.maker, lambda value: shapes.get(value, ()))
+
+
+def _has(graph: NodeGraph, names: Collection[str]) -> bool:
+    """Whether the graph has one of our operators of these names."""
+    return any(node.domain == DOMAIN and node.op_type in names for node in graph.nodes)
 
 
 def _nodes(
@@ -58,9 +70,24 @@ def find_norms(graph: NodeGraph, shapes: Shapes) -> Iterator[FusedNodes]:
             break
 
 
+def find_gates(graph: NodeGraph, shapes: Shapes) -> Iterator[FusedNodes]:
+    """Yields each gated unit, if the graph has the gradient of one."""
+    if not _has(graph, {gradient.name for gradient in GATED.values()}):
+        return
+    written = _written(graph, shapes)
+    for node in graph.nodes:
+        if (node.op_type, node.domain) != ("Mul", ""):
+            continue
+        found = find_gate(written, [v for v in node.inputs if v is not None])
+        nodes = None if found is None else _nodes(graph, node, found.inner)
+        if found is not None and nodes is not None:
+            operands = (found.x, found.up)
+            yield FusedNodes(DOMAIN, found.function.name, {}, nodes, operands, (node.outputs[0],))
+
+
 def find_rotations(graph: NodeGraph, shapes: Shapes) -> Iterator[FusedNodes]:
     """Yields each rotation by positions, if the graph has the gradient of one."""
-    if not any(node.op_type == ROTARY_GRAD.name and node.domain == DOMAIN for node in graph.nodes):
+    if not _has(graph, {ROTARY_GRAD.name}):
         return
     written = _written(graph, shapes)
     for node in graph.nodes:

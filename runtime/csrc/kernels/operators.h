@@ -20,6 +20,8 @@
 //   GeluGrad(dy T, x T) -> dx T
 //   GeluTanhGrad(dy T, x T) -> dx T                                  of Gelu's form with tanh
 //   SiluGrad(dy T, x T) -> dx T                                      of x sigmoid(x)
+//   GatedGelu(gate T, up T) -> y T                                   Gelu(gate) up; y may take gate's
+//   GatedGeluTanh, GatedSilu: the same for the other two             memory
 //   GatedGeluGrad(dy T, gate T, up T) -> (dgate T, dup T)            of Gelu(gate) up
 //   GatedGeluTanhGrad, GatedSiluGrad: the same for the other two
 //     dgate may take the memory of dy, dup that of up.

@@ -1,4 +1,4 @@
-// Gradients of activations, and the sum of squares.
+// Gradients of activations, gated activations, and the sum of squares.
 #include "kernels/pointwise.h"
 
 #include "kernels/fused.h"
@@ -6,7 +6,7 @@
 namespace onnxpar {
 namespace {
 
-#define ONNXPAR_RULE(other, name) {other, #name, ONNXPAR_CHOICE(name)}
+#define ONNXPAR_RULE(other, name) {"dy", other, #name, ONNXPAR_CHOICE(name)}
 constexpr Pointwise::Rule kRelu = ONNXPAR_RULE("y", relu_grad);
 constexpr Pointwise::Rule kTanh = ONNXPAR_RULE("y", tanh_grad);
 constexpr Pointwise::Rule kSigmoid = ONNXPAR_RULE("y", sigmoid_grad);
@@ -14,16 +14,25 @@ constexpr Pointwise::Rule kGelu = ONNXPAR_RULE("x", gelu_grad);
 constexpr Pointwise::Rule kGeluTanh = ONNXPAR_RULE("x", gelu_tanh_grad);
 constexpr Pointwise::Rule kSilu = ONNXPAR_RULE("x", silu_grad);
 
-#define ONNXPAR_GATED(name) {#name, ONNXPAR_CHOICE(name)}
-constexpr Gated::Rule kGatedGelu = ONNXPAR_GATED(gated_gelu_grad);
-constexpr Gated::Rule kGatedGeluTanh = ONNXPAR_GATED(gated_gelu_tanh_grad);
-constexpr Gated::Rule kGatedSilu = ONNXPAR_GATED(gated_silu_grad);
+#define ONNXPAR_GATED(name) {"gate", "up", #name, ONNXPAR_CHOICE(name)}
+constexpr Pointwise::Rule kGatedGelu = ONNXPAR_GATED(gated_gelu);
+constexpr Pointwise::Rule kGatedGeluTanh = ONNXPAR_GATED(gated_gelu_tanh);
+constexpr Pointwise::Rule kGatedSilu = ONNXPAR_GATED(gated_silu);
+
+#define ONNXPAR_GATED_GRAD(name) {#name, ONNXPAR_CHOICE(name)}
+constexpr Gated::Rule kGatedGeluGrad = ONNXPAR_GATED_GRAD(gated_gelu_grad);
+constexpr Gated::Rule kGatedGeluTanhGrad = ONNXPAR_GATED_GRAD(gated_gelu_tanh_grad);
+constexpr Gated::Rule kGatedSiluGrad = ONNXPAR_GATED_GRAD(gated_silu_grad);
 
 Operator gradient(const char* name, decltype(Operator::make) make) {
   return {name, {{}, {}}, {port_like(like<0>)}, in_place<0>, std::move(make)};
 }
 
-Operator gated(const char* name, const Gated::Rule& rule) {
+Operator gated(const char* name, const Pointwise::Rule& rule) {
+  return {name, {{}, {}}, {port_like(like<0>)}, in_place<0>, fused<Pointwise>(rule)};
+}
+
+Operator gated_gradient(const char* name, const Gated::Rule& rule) {
   return {name, {{}, {}, {}}, {port_like(like<1>), port_like(like<2>)}, in_place<0, 2>,
           fused<Gated>(rule)};
 }
@@ -37,11 +46,11 @@ Inferred wide_scalar(const ShapeQuery& query) {
 }  // namespace
 
 Pointwise::Operands Pointwise::read(const Io& io) const {
-  const Tensor dy = io.input(0);
-  const Tensor y = io.input(1);
-  expect_like(y, rule_.other, dy, "dy");
-  expect_float(dy, "dy");
-  return {dy, y, output_like(io, 0, dy)};
+  const Tensor x = io.input(0);
+  const Tensor other = io.input(1);
+  expect_like(other, rule_.other, x, rule_.first);
+  expect_float(x, rule_.first);
+  return {x, other, output_like(io, 0, x)};
 }
 
 Gated::Operands Gated::read(const Io& io) const {
@@ -73,9 +82,12 @@ std::vector<Operator> pointwise_operators() {
           gradient("GeluGrad", fused<Pointwise>(kGelu)),
           gradient("GeluTanhGrad", fused<Pointwise>(kGeluTanh)),
           gradient("SiluGrad", fused<Pointwise>(kSilu)),
-          gated("GatedGeluGrad", kGatedGelu),
-          gated("GatedGeluTanhGrad", kGatedGeluTanh),
-          gated("GatedSiluGrad", kGatedSilu),
+          gated("GatedGelu", kGatedGelu),
+          gated("GatedGeluTanh", kGatedGeluTanh),
+          gated("GatedSilu", kGatedSilu),
+          gated_gradient("GatedGeluGrad", kGatedGeluGrad),
+          gated_gradient("GatedGeluTanhGrad", kGatedGeluTanhGrad),
+          gated_gradient("GatedSiluGrad", kGatedSiluGrad),
           {"SquareSum", {{kAny, ort::kVariadic}}, {port_like(wide_scalar)}, never_in_place,
            fused<SquareSum>()}};
 }

@@ -6,18 +6,19 @@
 
 namespace onnxpar {
 
-// The gradient of an activation.
+// The gradient of an activation, or an activation times another tensor.
 class Pointwise {
  public:
   struct Rule {
-    const char* other;   // what the second input is called
+    const char* first;   // what the inputs are called
+    const char* other;
     const char* kernel;  // on a device
     Choice<GradLoop> loop;
   };
   struct Operands {
-    Tensor dy;
-    Tensor y;
-    Output dx;
+    Tensor x;
+    Tensor other;
+    Output y;
   };
   Pointwise(const Node&, const Rule& rule) : rule_(rule) {}
   Operands read(const Io& io) const;

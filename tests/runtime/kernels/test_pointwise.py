@@ -106,6 +106,19 @@ def test_gated(run: Run, name: str, shape: tuple[int, ...], dtype: type[np.float
         assert np.all(np.abs(got - want) <= 2 * TOLERANCE[dtype] * size)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", GATED)
+def test_gated_forward(run: Run, name: str, dtype: type[np.floating]) -> None:
+    rng = np.random.default_rng(7)
+    for shape in SHAPES:
+        gate, up = (3 * rng.standard_normal(shape)).astype(dtype), rng.standard_normal(shape)
+        (y,) = run(name.removesuffix("Grad"), gate, up.astype(dtype))
+        assert y.dtype == dtype and y.shape == shape
+        g, u = gate.astype(np.float64), up.astype(dtype).astype(np.float64)
+        # As for the gradient.
+        assert np.all(np.abs(y - GATED[name][0](g) * u) <= 2 * TOLERANCE[dtype] * np.abs(g * u))
+
+
 @pytest.mark.parametrize("name", GATED)
 def test_gates_far_out(run: Run, name: str) -> None:
     gate = np.array([-1e30, -1e4, -0.0, 1e4, 1e30], np.float32)

@@ -8,9 +8,9 @@ namespace onnxpar {
 using namespace cuda;
 
 void Pointwise::device(const Io& io, const Operands& o) const {
-  const size_t count = o.dy.count();
-  Queue queue(io, "pointwise.cu", o.dy.type);
-  queue.launch(rule_.kernel, over(count, pack(o.dy.type)), o.dx.data, o.dy.data, o.y.data,
+  const size_t count = o.x.count();
+  Queue queue(io, "pointwise.cu", o.x.type);
+  queue.launch(rule_.kernel, over(count, pack(o.x.type)), o.y.data, o.x.data, o.other.data,
                static_cast<Index>(count));
 }
 

@@ -1,4 +1,4 @@
-// Gradients of activations.
+// Gradients of activations, and gated activations.
 #include "common.cuh"
 
 namespace {
@@ -99,6 +99,11 @@ struct ActivationGrad {
   __device__ Real operator()(Real d, Real x) const { return d * Activation::at(x).slope; }
 };
 
+template <class Activation>
+struct GatedBy {
+  __device__ Real operator()(Real gate, Real up) const { return Activation::at(gate).value * up; }
+};
+
 // dgate may be the memory of dy, and dup that of `up`.
 template <class Activation>
 __device__ void gated_grad(Element* dgate, Element* dup, const Element* dy, const Element* gate,
@@ -138,6 +143,10 @@ extern "C" __global__ void sigmoid_grad(Element* dx, const Element* dy, const El
   extern "C" __global__ void name##_grad(Element* dx, const Element* dy, const Element* x,       \
                                          Index n) {                                              \
     pointwise(dx, dy, x, n, ActivationGrad<Activation>());                                       \
+  }                                                                                              \
+  extern "C" __global__ void gated_##name(Element* y, const Element* gate, const Element* up,     \
+                                          Index n) {                                             \
+    pointwise(y, gate, up, n, GatedBy<Activation>());                                            \
   }                                                                                              \
   extern "C" __global__ void gated_##name##_grad(Element* dgate, Element* dup, const Element* dy, \
                                                  const Element* gate, const Element* up,          \

@@ -3,16 +3,16 @@
 namespace onnxpar {
 
 void Pointwise::host(const Io& io, const Operands& o) const {
-  with_real(o.dy, "dy", [&](auto zero) {
+  with_real(o.x, rule_.first, [&](auto zero) {
     using T = decltype(zero);
-    const Reader<T> from(o.dy, "dy");
-    const Reader<T> at(o.y, rule_.other);
-    Writer<T> dx(o.dx);
+    const Reader<T> x(o.x, rule_.first);
+    const Reader<T> other(o.other, rule_.other);
+    Writer<T> y(o.y);
     const auto loop = rule_.loop.of<T>();
-    pieces(io, o.dy.count(), kPiece, [&](size_t begin, size_t n) {
-      loop(dx.data() + begin, from.data() + begin, at.data() + begin, n);
+    pieces(io, o.x.count(), kPiece, [&](size_t begin, size_t n) {
+      loop(y.data() + begin, x.data() + begin, other.data() + begin, n);
     });
-    dx.finish();
+    y.finish();
   });
 }
 

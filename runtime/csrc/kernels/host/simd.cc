@@ -209,12 +209,21 @@ inline __attribute__((always_inline)) void gated_grad(T* dgate, T* dup, const T*
   }
 }
 
-#define ONNXPAR_ACTIVATION(name, Activation)                                                  \
-  template <class T>                                                                          \
-  void name##_grad(T* dx, const T* dy, const T* x, size_t n) {                                \
-    activation_grad<Activation>(dx, dy, x, n);                                                \
-  }                                                                                           \
-  template <class T>                                                                          \
+template <class Activation, class T>
+inline __attribute__((always_inline)) void gated(T* y, const T* gate, const T* up, size_t n) {
+  pointwise(y, gate, up, n, [](T g, T u) { return Activation::at(g).value * u; });
+}
+
+#define ONNXPAR_ACTIVATION(name, Activation)                                                    \
+  template <class T>                                                                            \
+  void name##_grad(T* dx, const T* dy, const T* x, size_t n) {                                  \
+    activation_grad<Activation>(dx, dy, x, n);                                                  \
+  }                                                                                             \
+  template <class T>                                                                            \
+  void gated_##name(T* y, const T* gate, const T* up, size_t n) {                               \
+    gated<Activation>(y, gate, up, n);                                                          \
+  }                                                                                             \
+  template <class T>                                                                            \
   void gated_##name##_grad(T* dgate, T* dup, const T* dy, const T* gate, const T* up, size_t n) { \
     gated_grad<Activation>(dgate, dup, dy, gate, up, n);                                        \
   }
@@ -513,6 +522,9 @@ constexpr Loops<T> loops() {
           gelu_grad<T>,
           gelu_tanh_grad<T>,
           silu_grad<T>,
+          gated_gelu<T>,
+          gated_gelu_tanh<T>,
+          gated_silu<T>,
           gated_gelu_grad<T>,
           gated_gelu_tanh_grad<T>,
           gated_silu_grad<T>,

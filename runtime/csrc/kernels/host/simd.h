@@ -61,7 +61,10 @@ struct Loops {
   GradLoop<T> gelu_grad;
   GradLoop<T> gelu_tanh_grad;
   GradLoop<T> silu_grad;
-  // Of the activation of `gate` times `up`.
+  // The activation of the first operand times the second one.
+  GradLoop<T> gated_gelu;
+  GradLoop<T> gated_gelu_tanh;
+  GradLoop<T> gated_silu;
   GateLoop<T> gated_gelu_grad;
   GateLoop<T> gated_gelu_tanh_grad;
   GateLoop<T> gated_silu_grad;
