@@ -89,8 +89,8 @@ def collect_rarely() -> None:
 def end_without_collection() -> None:
     """Exempts all objects from garbage collection when the process ends.
 
-    Python would traverse them three times, with those of all modules: a fifth of the processor time
-    of a rank that starts and ends, half a second or more after a model was transformed.
+    Python would traverse them three times, with those of all modules: a seventh of the processor
+    time of a rank that starts and ends, half a second or more after a model was transformed.
     """
     atexit.register(gc.freeze)
 
