@@ -4,7 +4,7 @@ The same nodes are found in an undivided graph, for gradients in one operator, a
 rank, for operators in place of the nodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +23,14 @@ class Written:
 
     Attributes:
         maker: Returns the node that makes a value, if it may be one of those that are found.
-        shape: Returns the shape of a value.
+        shape: Returns the shape of a value; empty if it is unknown.
+        varying: The values that are not what they are in the file, since they depend on what is
+            trained.
     """
 
     maker: FindMaker
     shape: Callable[[ir.Value], Sequence[Dim]]
+    varying: Collection[ir.Value] = ()
 
     def node(self, value: ir.Value | None, op_type: str) -> ir.Node | None:
         """The node of ONNX's operator that makes a value, if it does."""
@@ -40,18 +43,17 @@ class Written:
         maker = self.node(value, op_type)
         return () if maker is None else tuple(v for v in maker.inputs if v is not None)
 
+    def number(self, value: ir.Value) -> float | None:
+        """The number that a constant of one element is, unless it is trained."""
+        tensor = value.const_value
+        if tensor is None or tensor.size != 1 or value in self.varying:
+            return None
+        return float(np.asarray(tensor.numpy()).reshape(()))
+
 
 def either_way(values: Sequence[ir.Value]) -> Sequence[tuple[ir.Value, ir.Value]]:
     """Both orders of two values; none if there are not two."""
     return [(values[0], values[1]), (values[1], values[0])] if len(values) == 2 else []
-
-
-def number_of(value: ir.Value | None) -> float | None:
-    """The number that a constant of one element is."""
-    tensor = None if value is None else value.const_value
-    if tensor is None or tensor.size != 1:
-        return None
-    return float(np.asarray(tensor.numpy()).reshape(()))
 
 
 def _integers(value: ir.Value | None) -> list[int] | None:
@@ -88,11 +90,14 @@ def find_normal(graph: Written, value: ir.Value) -> Normal | None:
         root = graph.operands(inverse, "Reciprocal")
         if not root:
             quotient = graph.operands(inverse, "Div")
-            root = quotient[1:] if quotient and number_of(quotient[0]) == 1.0 else ()
+            root = quotient[1:] if quotient and graph.number(quotient[0]) == 1.0 else ()
         inside = graph.operands(root[0], "Sqrt") if root else ()
         for mean, added in either_way(graph.operands(inside[0], "Add") if inside else ()):
-            epsilon, square = number_of(added), _averaged(graph, mean)
-            if epsilon is not None and square is not None and _is_square(graph, square, x):
+            epsilon, square = graph.number(added), _averaged(graph, mean)
+            if epsilon is None or square is None or not _is_square(graph, square, x):
+                continue
+            # A number of more dims would add some.
+            if len(graph.shape(value)) == len(graph.shape(x)):
                 return Normal(x, inverse, epsilon, (root[0], inside[0], mean, square))
     return None
 
@@ -110,7 +115,7 @@ def _averaged(graph: Written, mean: ir.Value) -> ir.Value | None:
 def _is_square(graph: Written, value: ir.Value, x: ir.Value) -> bool:
     power = graph.operands(value, "Pow")
     if power:
-        return power[0] is x and number_of(power[1]) == 2.0
+        return power[0] is x and graph.number(power[1]) == 2.0
     factors = graph.operands(value, "Mul")
     return len(factors) == 2 and all(factor is x for factor in factors)
 
@@ -192,6 +197,8 @@ def _half(graph: Written, value: ir.Value | None) -> tuple[ir.Value, int] | None
     maker = graph.node(value, "Split") or graph.node(value, "Slice")
     whole = None if maker is None else maker.inputs[0]
     if maker is None or whole is None:
+        return None
+    if not graph.shape(whole) or not graph.shape(value):
         return None
     width, half = graph.shape(whole)[-1], graph.shape(value)[-1]
     if not isinstance(half, int) or 2 * half != width:

@@ -36,7 +36,7 @@ def _before(node: GradNode) -> Written:
             return None
         return made if virtual_stage_of(made) == virtual_stage_of(last) else None
 
-    return Written(maker, node.shape)
+    return Written(maker, node.shape, node.varying)
 
 
 def _operands(node: GradNode) -> tuple[ir.Value, ...]:

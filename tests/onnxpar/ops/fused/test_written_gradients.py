@@ -5,8 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
 import pytest
 
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
+from onnxpar.parameters.recognise import read_parameters
 from tests.onnxpar.ops.gradient_harness import GradCase
 from tests.tiers import FULL
 
@@ -119,3 +126,16 @@ def test_others_keep_theirs(of: GradCase) -> None:
     kinds = {node.op_type for node in of.program.model.graph}
     assert not kinds & {op for op, _ in WRITTEN}
     of.check_differences()
+
+
+def test_a_trained_epsilon_has_its_gradient() -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 20]>
+    g (float[batch,6] h) => (float[batch,6] y)
+    <float two = {{2.0}}, int64[1] last = {{1}}, float[1] epsilon = {{0.5}},
+     float[1] gain = {{2.0}}, float[6] w = {{1, 2, 3, 4, 5, 6}}> {{
+        x = Mul(h, gain)  {NORMAL}  y = Mul(w, normal)
+    }}"""
+    recognised = read_parameters(ir.from_proto(onnx.parser.parse_model(text)))
+    names = ("w", "epsilon", "gain")
+    spec = TrainingSpec(parse_loss("mse"), parse_optimizer("sgd"), trainable=names)
+    assert prepare_training(recognised, {}, spec).gradients.keys() == {*names}
