@@ -22,7 +22,7 @@ POINTWISE = ["ReluGrad", "TanhGrad", "SigmoidGrad", "GeluGrad", "GeluTanhGrad", 
 @pytest.mark.parametrize(
     ("op", "kind"),
     # All of them convert 16 bits by the same function.
-    product(POINTWISE, TYPES)
+    [*product(POINTWISE, TYPES)]
     if FULL
     else [*product(POINTWISE, ["float32"]), *product(["GeluGrad", "SiluGrad"], ["bfloat16"])],
 )
@@ -50,7 +50,7 @@ GATED = ["GatedGeluGrad", "GatedGeluTanhGrad", "GatedSiluGrad"]
 
 @pytest.mark.parametrize(
     ("op", "kind"),
-    product(GATED, TYPES)
+    [*product(GATED, TYPES)]
     if FULL
     else [*product(GATED, ["float32"]), ("GatedSiluGrad", "bfloat16")],
 )
@@ -76,7 +76,7 @@ ROTATIONS = [
 
 
 @pytest.mark.parametrize("op", ["RotaryEmbedding", "RotaryEmbeddingGrad"])
-@pytest.mark.parametrize("kind", TYPES if FULL else ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", list(TYPES) if FULL else ["float32", "bfloat16"])
 def test_rotary(both: Both, op: str, kind: str) -> None:
     for shape, angles in ROTATIONS:
         x, cos, sin = normal(1, shape, kind), normal(2, angles, kind), normal(3, angles, kind)
