@@ -193,7 +193,7 @@ def partition_for_training(
         strategy: The strategy.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
-        fuses: Whether attention may become one operator.
+        fuses: Whether nodes may become fused operators (`onnxpar.partition.fuse_nodes`).
 
     Raises:
         OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
@@ -314,7 +314,7 @@ def shard_model(
         encoder: Path of the ONNX file of the encoder, if the model is the decoder of one. Then the
             directory has two programs, `model` and `encoder`.
         dialect: The runtime whose collectives a forward program has, if not onnxpar's.
-        fuses: Whether attention of training programs may become one operator; a program with which
+        fuses: Whether nodes of training programs may become fused operators; a program with which
             others are compared keeps the nodes of the model.
 
     Raises:

@@ -76,7 +76,7 @@ class TrainingProgram:
         evaluation: The model without loss and backward.
         compute: The 16-bit type of its products, if parameters are float32 masters; else None.
         copies: The copies of initializers in further pipeline stages, by name.
-        fuses: Whether attention may become one operator.
+        fuses: Whether nodes may become fused operators (`onnxpar.partition.fuse_nodes`).
     """
 
     program: Program

@@ -21,7 +21,7 @@ from onnxpar.ops.fused.written_nodes import find_gates, find_norms, find_rotatio
 
 
 def fuse_nodes(builder: LocalBuilder, outputs: Collection[ir.Value]) -> bool:
-    """Replaces what is found in a training program.
+    """Replaces what is found: only training programs have it.
 
     Args:
         builder: Holds the graph, in which every node is needed; it is changed.
@@ -66,7 +66,8 @@ class _Fusion:
         awaited: dict[ir.Value, ir.Value] = {}
         for parts in groups:
             places = [self._place(part) for part in parts]
-            if None in places:
+            # Two norms may share the deviation: the second one keeps its nodes.
+            if None in places or any(not gone.isdisjoint(part.nodes) for part in parts):
                 continue
             for part, place in zip(parts, places, strict=True):
                 assert place is not None

@@ -32,7 +32,7 @@ def partition(
         places: Where nodes run in a pipeline, for `onnxpar.stages.split_program`; the nodes are in
             the order of their places. A stage gets each value in the sharding in which it was
             made, or in that of `Places.sent`.
-        fuses: Whether attention of a training program may become one operator.
+        fuses: Whether nodes of a training program may become fused operators.
 
     Raises:
         ShardingError: A node has no local form for its sharding in the plan.

@@ -55,7 +55,7 @@ class ProgramWriter:
         gathered: Values that are resharded again for each node that reads them.
         places: Where nodes run in a pipeline.
         conflicts: Why neighbours want different shardings, for people.
-        fuses: Whether attention of a training program may become one operator.
+        fuses: Whether nodes of a training program may become fused operators.
         made: The sharding of each value as it was made, by name.
         home: The virtual stage that made each value, by name.
         versions: The shardings in which each value exists, with their virtual stages, by name.

@@ -9,6 +9,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
+from onnxpar.strategy.schema import Strategy
 from onnxpar_runtime.training.group import TrainerGroup
 from tests import training_cases
 from tests.tiers import FULL
@@ -37,10 +38,12 @@ g (float[batch, seq, 8] x) => (float[batch, seq, 8] y)
 WEIGHTS = {"we": (8, 8), "scale": (8,), "wq": (8, 8), "wg": (8, 12), "wu": (8, 12), "wo": (12, 8)}
 
 
-def model() -> ir.Model:
-    proto = onnx.parser.parse_model(MODEL)
+def model(text: str = MODEL) -> ir.Model:
+    proto = onnx.parser.parse_model(text)
     rng = np.random.default_rng(0)
     tensors = {name: rng.standard_normal(shape) / 2 for name, shape in WEIGHTS.items()}
+    if "wb" in text:
+        tensors["wb"] = rng.standard_normal(WIDTH) / 8
     # The halves of a row have angles of their own.
     tensors["angles"] = rng.standard_normal((32, SIZE))
     for name, array in tensors.items():
@@ -49,9 +52,18 @@ def model() -> ir.Model:
     return ir.from_proto(proto)
 
 
-def shard(out: Path, given: ir.Model, strategy: str | Path, compute: str | None = None) -> Path:
-    trained = {"freeze": ("angles",), "trainable": ("scale",)}
-    return training_cases.shard(out, given, strategy, loss="mse", compute=compute, **trained)
+def shard(
+    out: Path, given: ir.Model, strategy: str | Path | Strategy, compute: str | None = None
+) -> Path:
+    return training_cases.shard(
+        out,
+        given,
+        strategy,
+        loss="mse",
+        compute=compute,
+        freeze=("angles",),
+        trainable=tuple({"scale", "wb"} & set(given.graph.initializers)),
+    )
 
 
 def kinds(directory: Path, program: str = "training_model") -> Counter[str]:
@@ -59,7 +71,10 @@ def kinds(directory: Path, program: str = "training_model") -> Counter[str]:
     return Counter(node.op_type for node in graph.node)
 
 
-def trained(directory: Path) -> tuple[list[float], dict[str, np.ndarray]]:
+Results = tuple[list[float], dict[str, np.ndarray]]
+
+
+def trained(directory: Path) -> Results:
     rng = np.random.default_rng(1)
     with TrainerGroup(directory) as group:
         losses = []
@@ -76,33 +91,48 @@ GRADIENTS = ("RMSNormalizationGrad", "RotaryEmbeddingGrad", "GatedSiluGrad")
 STRATEGIES = ["dp=1", "dp=2", "tp=2", "dp=2,tp=2"]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, np.ndarray]]:
-    """What a program trains in which nothing was found."""
+def unfused(out: Path, given: ir.Model) -> Results:
+    """What a program trains in which nothing is found."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("rms_norm_gradient", "silu_gradient", "gated_gradient", "rotary_gradient"):
             module = "onnxpar.ops.elementwise.elementwise_gradient"
             patch.setattr(f"{module}.{name}", lambda node: None)
-        out = shard(tmp_path_factory.mktemp("plain") / "m", model(), "dp=1")
-    found = kinds(out)
-    assert not {*GRADIENTS, *FORWARD} & set(found)
-    return trained(out)
+        directory = shard(out, given, "dp=1")
+    assert not {*GRADIENTS, *FORWARD} & set(kinds(directory))
+    return trained(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return unfused(tmp_path_factory.mktemp("plain") / "m", model())
+
+
+def check(results: Results, wanted: Results) -> None:
+    (losses, weights), (others, expected) = results, wanted
+    # Sums of at most 128 terms, in another order, of three steps.
+    np.testing.assert_allclose(losses, others, rtol=2e-5)
+    for key, weight in weights.items():
+        np.testing.assert_allclose(weight, expected[key], rtol=0, atol=2e-5, err_msg=key)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES if FULL else STRATEGIES[1:3])
-def test_it_trains_as_before(
-    tmp_path: Path, plain: tuple[list[float], dict[str, np.ndarray]], strategy: str
-) -> None:
+def test_it_trains_as_before(tmp_path: Path, plain: Results, strategy: str) -> None:
     directory = shard(tmp_path / "m", model(), strategy)
     found = kinds(directory)
     assert [found[op] for op in (*FORWARD, *GRADIENTS)] == [1] * 6
     assert not found["Reciprocal"] and not found["Neg"] and not found["Sigmoid"]
     assert not {*FORWARD} & set(kinds(directory, "eval_model"))
-    (losses, weights), (wanted, others) = trained(directory), plain
-    # Sums of at most 128 terms, in another order, of three steps.
-    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
-    for key, weight in weights.items():
-        np.testing.assert_allclose(weight, others[key], rtol=0, atol=2e-5, err_msg=key)
+    check(trained(directory), plain)
+
+
+def test_recomputed_nodes(tmp_path: Path, plain: Results) -> None:
+    """The gradients read recomputed nodes, which are found; the first ones stay."""
+    directory = shard(
+        tmp_path / "m", model(), Strategy.from_dict({"mesh": {"dp": 2}, "recompute": ["*"]})
+    )
+    found = kinds(directory)
+    assert (found[NORM], found["RMSNormalizationGrad"]) == (1, 1)
+    check(trained(directory), plain)
 
 
 def test_mixed_precision_has_them_too(tmp_path: Path) -> None:
@@ -111,9 +141,18 @@ def test_mixed_precision_has_them_too(tmp_path: Path) -> None:
     assert [found[op] for op in (*FORWARD, *GRADIENTS)] == [1] * 6
 
 
-def test_rows_that_are_divided_keep_their_nodes(
-    tmp_path: Path, plain: tuple[list[float], dict[str, np.ndarray]]
-) -> None:
+def test_norms_that_share_a_deviation(tmp_path: Path) -> None:
+    """x · inverse is written twice, with two scales: one norm has the operator, the other nodes."""
+    both = """h0 = Mul (scale, normal)  other = Mul (inverse, e)  h1 = Mul (other, wb)
+    h = Sub (h0, h1)"""
+    text = MODEL.replace("h = Mul (scale, normal)", both)
+    directory = shard(tmp_path / "m", model(text), "dp=2")
+    found = kinds(directory)
+    assert (found[NORM], found["RMSNormalizationGrad"]) == (1, 2)
+    check(trained(directory), unfused(tmp_path / "plain", model(text)))
+
+
+def test_rows_that_are_divided_keep_their_nodes(tmp_path: Path, plain: Results) -> None:
     """The norm of a divided row all-reduces its sum."""
     strategy = tmp_path / "rows.yaml"
     strategy.write_text("devices: 2\nnodes:\n  Mul_normal: {in: [[1, 1, 2], ~]}\n")
@@ -123,19 +162,11 @@ def test_rows_that_are_divided_keep_their_nodes(
     directory = shard(tmp_path / "m", named, strategy)
     found = kinds(directory)
     assert (found[NORM], found["Reciprocal"]) == (0, 1)
-    (losses, weights), (wanted, others) = trained(directory), plain
-    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
-    for key, weight in weights.items():
-        np.testing.assert_allclose(weight, others[key], rtol=0, atol=2e-5, err_msg=key)
+    check(trained(directory), plain)
 
 
-def test_stages_of_a_pipeline(
-    tmp_path: Path, plain: tuple[list[float], dict[str, np.ndarray]]
-) -> None:
+def test_stages_of_a_pipeline(tmp_path: Path, plain: Results) -> None:
     directory = shard(tmp_path / "m", model(), "pp=2")
     found = sum((kinds(directory, f"{way}_model.0") for way in ("forward", "backward")), Counter())
     assert (found[NORM], found["RMSNormalizationGrad"]) == (1, 1)
-    (losses, weights), (wanted, others) = trained(directory), plain
-    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
-    for key, weight in weights.items():
-        np.testing.assert_allclose(weight, others[key], rtol=0, atol=2e-5, err_msg=key)
+    check(trained(directory), plain)

@@ -67,6 +67,13 @@ def test_gated(both: Both, op: str, kind: str) -> None:
             close(got, want, kind, error * size)
 
 
+@pytest.mark.parametrize("op", GATED)
+def test_gates_far_out(both: Both, op: str) -> None:
+    gate = np.array([-np.inf, -1e30, -1e4, -30, -9, 9, 30, 1e4, 1e30, np.inf, np.nan], np.float32)
+    (want,), (got,) = both(op.removesuffix("Grad"), gate, np.ones_like(gate))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
 ROTATIONS = [
     ((2, 3, 5, 8), (1, 1, 5, 8)),
     ((2, 3, 2, 2, 6), (2, 1, 2, 1, 6)),

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
@@ -17,6 +16,7 @@ from onnxpar.graph.metadata_keys import RECOMPUTED_FROM
 from onnxpar.ops.attention.fused import BIASED, MASKED, SAFE, Form
 from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.fused.fused_nodes import FusedNodes, NodeGraph
+from onnxpar.ops.fused.written import number_of
 
 LEAST_KEYS = 128
 """A sequence of fewer keys stays as it is: its scores take little memory and time
@@ -118,7 +118,7 @@ def _scores(softmax: ir.Node, graph: NodeGraph) -> _Scores | None:
     elif _is(last, "Where"):
         inverted = _is_filled(last)
         kept, other = _branches(last, inverted)
-        found, hidden = [(kept, last.inputs[0])], _number(other)
+        found, hidden = [(kept, last.inputs[0])], number_of(other)
         if hidden is None:
             return None
     for product, mask in found:
@@ -136,7 +136,7 @@ def _scores(softmax: ir.Node, graph: NodeGraph) -> _Scores | None:
 
 def _is_filled(where: ir.Node) -> bool:
     """Whether a Where takes a number where its test is true, as `masked_fill` is written."""
-    return _number(where.inputs[1]) is not None
+    return number_of(where.inputs[1]) is not None
 
 
 def _branches(where: ir.Node, inverted: bool) -> tuple[ir.Value | None, ir.Value | None]:
@@ -150,7 +150,7 @@ def _scaled(value: ir.Value | None, graph: NodeGraph) -> _Scores | None:
     node = graph.maker(value)
     scaling, scale = None, 1.0
     if _is(node, "Mul") or _is(node, "Div"):
-        factor = _number(node.inputs[1])
+        factor = number_of(node.inputs[1])
         if not factor:
             return None
         scaling, scale = node, factor if node.op_type == "Mul" else 1 / factor
@@ -165,14 +165,6 @@ def _scaled(value: ir.Value | None, graph: NodeGraph) -> _Scores | None:
 
 def _shape(value: ir.Value | None) -> tuple[object, ...]:
     return () if value is None or value.shape is None else tuple(value.shape)
-
-
-def _number(value: ir.Value | None) -> float | None:
-    """The number that a constant of one element is."""
-    tensor = None if value is None else value.const_value
-    if tensor is None or tensor.size != 1 or len(tensor.shape) > 1:
-        return None
-    return float(np.asarray(tensor.numpy()).reshape(()))
 
 
 def _attention(softmax: ir.Node, graph: NodeGraph) -> Attention | None:
@@ -235,7 +227,7 @@ def _chooses(node: ir.Node, none: ir.Node, value: ir.Value) -> bool:
     """Whether a node is zero where a value is no number, and the value elsewhere."""
     if not _is(node, "Where") or node.inputs[0] is not none.outputs[0]:
         return False
-    return node.inputs[2] is value and _number(node.inputs[1]) == 0.0
+    return node.inputs[2] is value and number_of(node.inputs[1]) == 0.0
 
 
 def _backward(
@@ -313,5 +305,5 @@ def _is_gradient(after: ir.Node, forward: ir.Node, slopes: ir.Value) -> bool:
     if forward.op_type == "Where":
         kept, zero = _branches(after, _is_filled(forward))
         same = _is_same(after.inputs[0], forward.inputs[0])
-        return same and kept is slopes and _number(zero) == 0.0
+        return same and kept is slopes and number_of(zero) == 0.0
     return after.inputs[0] is slopes and after.inputs[1] is forward.inputs[1]

@@ -44,11 +44,16 @@ class Written:
         return () if maker is None else tuple(v for v in maker.inputs if v is not None)
 
     def number(self, value: ir.Value) -> float | None:
-        """The number that a constant of one element is, unless it is trained."""
-        tensor = value.const_value
-        if tensor is None or tensor.size != 1 or value in self.varying:
-            return None
-        return float(np.asarray(tensor.numpy()).reshape(()))
+        """The number that a constant is, unless it is trained."""
+        return None if value in self.varying else number_of(value)
+
+
+def number_of(value: ir.Value | None) -> float | None:
+    """The number that a constant of one element is, of at most one dim."""
+    tensor = None if value is None else value.const_value
+    if tensor is None or tensor.size != 1 or len(tensor.shape) > 1:
+        return None
+    return float(np.asarray(tensor.numpy()).reshape(()))
 
 
 def either_way(values: Sequence[ir.Value]) -> Sequence[tuple[ir.Value, ir.Value]]:
@@ -94,10 +99,7 @@ def find_normal(graph: Written, value: ir.Value) -> Normal | None:
         inside = graph.operands(root[0], "Sqrt") if root else ()
         for mean, added in either_way(graph.operands(inside[0], "Add") if inside else ()):
             epsilon, square = graph.number(added), _averaged(graph, mean)
-            if epsilon is None or square is None or not _is_square(graph, square, x):
-                continue
-            # A number of more dims would add some.
-            if len(graph.shape(value)) == len(graph.shape(x)):
+            if epsilon is not None and square is not None and _is_square(graph, square, x):
                 return Normal(x, inverse, epsilon, (root[0], inside[0], mean, square))
     return None
 
@@ -245,7 +247,8 @@ class Gate:
 def find_gate(graph: Written, factors: Sequence[ir.Value]) -> Gate | None:
     """Returns what the product of two factors of one shape is, if the first or second is act(x)."""
     for active, up in either_way(factors):
-        if active is up or tuple(graph.shape(active)) != tuple(graph.shape(up)):
+        shape = tuple(graph.shape(active))
+        if active is up or not shape or shape != tuple(graph.shape(up)):
             continue
         gelu = graph.node(active, "Gelu")
         if gelu is not None and gelu.inputs[0] is not None:

@@ -10,9 +10,9 @@ import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.pipeline_places import virtual_stage_of
-from onnxpar.ops.attention.rotary_halves import MOST_DIMS, ROTARY_GRAD
 from onnxpar.ops.fused.activation_gradients import GATED, SILU_GRAD
 from onnxpar.ops.fused.backward import RMS_NORMALIZATION_GRAD
+from onnxpar.ops.fused.rotary import MOST_DIMS, ROTARY_GRAD
 from onnxpar.ops.fused.written import (
     Written,
     either_way,

@@ -1,14 +1,16 @@
 """Finds what exporters write in several operators in the graph of a rank, to replace it by one."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.ops.attention.rotary_halves import MOST_DIMS, ROTARY, ROTARY_GRAD
+from onnxpar.ops.function import Function
 from onnxpar.ops.fused.activation_gradients import GATED
+from onnxpar.ops.fused.backward import RMS_NORMALIZATION_GRAD
 from onnxpar.ops.fused.fused_nodes import FusedNodes, NodeGraph
+from onnxpar.ops.fused.rotary import MOST_DIMS, ROTARY, ROTARY_GRAD
 from onnxpar.ops.fused.written import (
     Written,
     either_way,
@@ -24,8 +26,9 @@ def _written(graph: NodeGraph, shapes: Shapes) -> Written:
     return Written(graph.maker, lambda value: shapes.get(value, ()))
 
 
-def _has(graph: NodeGraph, names: Collection[str]) -> bool:
-    """Whether the graph has one of our operators of these names."""
+def _has(graph: NodeGraph, *functions: Function) -> bool:
+    """Whether the graph has one of our operators."""
+    names = {function.name for function in functions}
     return any(node.domain == DOMAIN and node.op_type in names for node in graph.nodes)
 
 
@@ -42,10 +45,12 @@ def _nodes(
 
 
 def find_norms(graph: NodeGraph, shapes: Shapes) -> Iterator[FusedNodes]:
-    """Yields each RMS norm whose inverse deviation is read by others, as by its gradient.
+    """Yields each RMS norm whose inverse deviation is read by others, in a program that trains one.
 
-    onnxruntime finds all others itself.
+    onnxruntime finds all other norms itself.
     """
+    if not _has(graph, RMS_NORMALIZATION_GRAD):
+        return
     written = _written(graph, shapes)
     for node in graph.nodes:
         if (node.op_type, node.domain) != ("Mul", ""):
@@ -72,7 +77,7 @@ def find_norms(graph: NodeGraph, shapes: Shapes) -> Iterator[FusedNodes]:
 
 def find_gates(graph: NodeGraph, shapes: Shapes) -> Iterator[FusedNodes]:
     """Yields each gated unit, if the graph has the gradient of one."""
-    if not _has(graph, {gradient.name for gradient in GATED.values()}):
+    if not _has(graph, *GATED.values()):
         return
     written = _written(graph, shapes)
     for node in graph.nodes:
@@ -87,7 +92,7 @@ def find_gates(graph: NodeGraph, shapes: Shapes) -> Iterator[FusedNodes]:
 
 def find_rotations(graph: NodeGraph, shapes: Shapes) -> Iterator[FusedNodes]:
     """Yields each rotation by positions, if the graph has the gradient of one."""
-    if not _has(graph, {ROTARY_GRAD.name}):
+    if not _has(graph, ROTARY_GRAD):
         return
     written = _written(graph, shapes)
     for node in graph.nodes:

@@ -119,14 +119,16 @@ def test_gated_forward(run: Run, name: str, dtype: type[np.floating]) -> None:
         assert np.all(np.abs(y - GATED[name][0](g) * u) <= 2 * TOLERANCE[dtype] * np.abs(g * u))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", GATED)
-def test_gates_far_out(run: Run, name: str) -> None:
-    gate = np.array([-1e30, -1e4, -0.0, 1e4, 1e30], np.float32)
+def test_gates_far_out(run: Run, name: str, dtype: type[np.floating]) -> None:
+    gate = np.array([-np.inf, -1e30, -1e4, -0.0, 1e4, 1e30, np.inf], dtype)
     one = np.ones_like(gate)
     dgate, dup = run(name, one, gate, one, outputs=[True, True])
-    np.testing.assert_allclose(dgate, [0, 0, 0.5, 1, 1], rtol=0, atol=1e-6)
-    # exp(-40) times the gate is what is left of it on the negative side.
-    np.testing.assert_allclose(dup / np.maximum(np.abs(gate), 1), [0, 0, 0, 1, 1], atol=1e-6)
+    np.testing.assert_allclose(dgate, [0, 0, 0, 0.5, 1, 1, 1], rtol=0, atol=1e-6)
+    (y,) = run(name.removesuffix("Grad"), gate, one)
+    for active in (dup, y):
+        np.testing.assert_allclose(active, np.maximum(gate, 0), rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["GeluGrad", "GeluTanhGrad", "SiluGrad"])

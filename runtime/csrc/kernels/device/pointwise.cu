@@ -49,16 +49,23 @@ struct Tangent {
   Real slope;
 };
 
+// The number, or the limit that it is beyond.
+__device__ inline Real limited(Real x, Real most) {
+  return x > most ? most : (x < -most ? -most : x);
+}
+// The number, or its limit if it is below: there an activation is 0, also for infinite numbers.
+__device__ inline Real above(Real x, Real limit) { return x < limit ? limit : x; }
+
 // x Phi(x) and Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
 struct Gelu {
   __device__ static Tangent at(Real x) {
     constexpr Real kInverseRoot2Pi = Real(0.39894228040143267794);
     // Beyond 40 the density is 0 in either type, and x^2 might be infinite.
-    const Real w = x > Real(40) ? Real(40) : (x < Real(-40) ? Real(-40) : x);
+    const Real w = limited(x, Real(40));
     const Real bell = exponential(Real(-0.5) * w * w);
     const Real tail = upper_tail(w < Real(0) ? -w : w, bell);
     const Real below = w < Real(0) ? tail : Real(1) - tail;
-    return {x * below, below + w * bell * kInverseRoot2Pi};
+    return {above(x, w) * below, below + w * bell * kInverseRoot2Pi};
   }
 };
 
@@ -70,14 +77,14 @@ struct GeluTanh {
     constexpr Real kCubic = Real(0.044715);
     // Beyond 8 (float32) or 20 the derivative is 0 or 1, and exp(2u) is still finite.
     constexpr Real kMost = sizeof(Real) == 4 ? Real(8) : Real(20);
-    const Real w = x > kMost ? kMost : (x < -kMost ? -kMost : x);
+    const Real w = limited(x, kMost);
     const Real square = w * w;
     const Real u = kRoot * w * (Real(1) + kCubic * square);
     const Real power = exponential(Real(2) * u);
     const Real q = Real(1) / (Real(1) + power);
     const Real p = power * q;
     const Real slope = kRoot * (Real(1) + Real(3) * kCubic * square);
-    return {x * p, p * (Real(1) + Real(2) * w * q * slope)};
+    return {above(x, w) * p, p * (Real(1) + Real(2) * w * q * slope)};
   }
 };
 
@@ -86,11 +93,11 @@ struct GeluTanh {
 struct Silu {
   __device__ static Tangent at(Real x) {
     // Beyond 40 the derivative differs from 0 or 1 by less than 2e-16, and exp(40) is finite.
-    const Real w = x > Real(40) ? Real(40) : (x < Real(-40) ? Real(-40) : x);
+    const Real w = limited(x, Real(40));
     const Real power = exponential(w);
     const Real q = Real(1) / (Real(1) + power);
     const Real p = power * q;
-    return {x * p, p * (Real(1) + w * q)};
+    return {above(x, w) * p, p * (Real(1) + w * q)};
   }
 };
 

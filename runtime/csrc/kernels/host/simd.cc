@@ -139,22 +139,35 @@ struct Tangent {
   T slope;
 };
 
+// The number, or the limit that it is beyond.
+template <class T>
+inline __attribute__((always_inline)) T limited(T v, T most) {
+  return v > most ? most : (v < -most ? -most : v);
+}
+// The number, or its limit if it is below: there an activation is 0, also for infinite numbers.
+template <class T>
+inline __attribute__((always_inline)) T above(T v, T limit) {
+  return v < limit ? limit : v;
+}
+
 // x Phi(x) and Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
 struct Gelu {
   template <class T>
   static inline __attribute__((always_inline)) Tangent<T> at(T v) {
     constexpr T kInverseRoot2 = static_cast<T>(0.70710678118654752440);
     constexpr T kInverseRoot2Pi = static_cast<T>(0.39894228040143267794);
-    const T gauss = exponential(T(-0.5) * v * v);
+    // Beyond 40 the density is 0 in either type.
+    const T w = limited(v, T(40));
+    const T gauss = exponential(T(-0.5) * w * w);
     T below;
     if constexpr (sizeof(T) == 4) {
-      const T magnitude = v < T(0) ? -v : v;
+      const T magnitude = w < T(0) ? -w : w;
       const T tail = T(0.5) * gauss * scaled_erfc(magnitude * kInverseRoot2);
-      below = v < T(0) ? tail : T(1) - tail;
+      below = w < T(0) ? tail : T(1) - tail;
     } else {
-      below = T(0.5) * erfc(-v * kInverseRoot2);
+      below = T(0.5) * erfc(-w * kInverseRoot2);
     }
-    return {v * below, below + v * gauss * kInverseRoot2Pi};
+    return {above(v, w) * below, below + w * gauss * kInverseRoot2Pi};
   }
 };
 
@@ -166,14 +179,14 @@ struct GeluTanh {
     constexpr T kRoot = static_cast<T>(0.79788456080286535588);
     constexpr T kCubic = static_cast<T>(0.044715);
     // Beyond 30 the derivative is 0 or 1 in either type, and v^3 might overflow.
-    const T w = v > T(30) ? T(30) : (v < T(-30) ? T(-30) : v);
+    const T w = limited(v, T(30));
     const T square = w * w;
     const T u = kRoot * w * (T(1) + kCubic * square);
     const T power = exponential(T(2) * u);
     const T q = T(1) / (T(1) + power);
     const T p = power * q;
     const T slope = kRoot * (T(1) + T(3) * kCubic * square);
-    return {v * p, p * (T(1) + T(2) * w * q * slope)};
+    return {above(v, w) * p, p * (T(1) + T(2) * w * q * slope)};
   }
 };
 
@@ -183,11 +196,11 @@ struct Silu {
   template <class T>
   static inline __attribute__((always_inline)) Tangent<T> at(T v) {
     // Beyond 40 the derivative differs from 0 or 1 by less than 2e-16, and exp(40) is finite.
-    const T w = v > T(40) ? T(40) : (v < T(-40) ? T(-40) : v);
+    const T w = limited(v, T(40));
     const T power = exponential(w);
     const T q = T(1) / (T(1) + power);
     const T p = power * q;
-    return {v * p, p * (T(1) + w * q)};
+    return {above(v, w) * p, p * (T(1) + w * q)};
   }
 };
 

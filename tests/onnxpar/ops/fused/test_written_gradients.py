@@ -15,7 +15,6 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.parameters.recognise import read_parameters
 from tests.onnxpar.ops.gradient_harness import GradCase, between
-from tests.tiers import FULL
 
 MEAN = "square = Pow(x, two)  mean = ReduceMean<keepdims = 1>(square, last)"
 NORMAL = f"""{MEAN}  added = Add(mean, epsilon)  root = Sqrt(added)
@@ -36,6 +35,7 @@ CONSTS: Mapping[str, Any] = {
     "first": np.array([2]),
     "middle": np.array([1]),
     "epsilon": np.array(1e-5),
+    "wide": np.full((1, 1, 1, 1), 1e-5),
     "zero": np.array([0]),
     "one_long": np.array([1]),
     "two_long": np.array([2]),
@@ -116,6 +116,10 @@ OTHERS = [
     case(f"{NORMAL.replace('last', 'middle')}  y = Mul(w, normal)", SCALED),
     case(f"{NORMAL}  y = Mul(w, normal)", {**X, "w": "double[5,1]"}),
     case(f"{HALVES}  {SUM}", ROTATED),
+    case(f"{HALVES}  {SUM}", ROTATED, by=["x", "sin"]),
+    case(f"{HALVES}  {SUM}", {**ROTATED, "x": "double[N,1,1,1,5,6]"}, by=["x"]),
+    case(f"{NORMAL}  y = Mul(w, normal)", {"x": "double[6]", "w": "double[6]"}),
+    case(f"{NORMAL.replace('epsilon', 'wide')}  y = Mul(w, normal)", SCALED),
     case(f"{EVERY_SECOND}  {SUM}", ROTATED, by=["x"]),
     case(f"{TURNED_BACK}  {SUM}", ROTATED, by=["x"]),
     case(f"{HALVES.replace('opposite, a', 'a, opposite')}  {SUM}", ROTATED, by=["x"]),
@@ -124,7 +128,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("of", OTHERS if FULL else OTHERS[1:-2], ids=str)
+@pytest.mark.parametrize("of", OTHERS, ids=str)
 def test_others_keep_theirs(of: GradCase) -> None:
     kinds = {node.op_type for node in of.program.model.graph}
     assert not kinds & {op for op, _ in WRITTEN}
