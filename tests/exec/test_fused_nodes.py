@@ -170,3 +170,18 @@ def test_stages_of_a_pipeline(tmp_path: Path, plain: Results) -> None:
     found = sum((kinds(directory, f"{way}_model.0") for way in ("forward", "backward")), Counter())
     assert (found[NORM], found["RMSNormalizationGrad"]) == (1, 1)
     check(trained(directory), plain)
+
+
+def test_a_cut_between_the_nodes(tmp_path: Path, plain: Results) -> None:
+    """The stage of the last node lacks the others, so each has a gradient of its own."""
+    named, later = model(), False
+    for node in named.graph:
+        later = later or node.outputs[0].name == "normal"
+        node.name = f"{'late' if later else 'early'}_{node.outputs[0].name}"
+    pipeline = {"stages": 2, "assign": {"early_*": 0, "late_*": 1}}
+    given = Strategy.from_dict({"devices": 2, "pipeline": pipeline})
+    directory = shard(tmp_path / "m", named, given)
+    programs = directory.glob("rank*.onnx")
+    found = Counter(n.op_type for path in programs for n in onnx.load(path).graph.node)
+    assert found["RMSNormalizationGrad"] == found[NORM] == 0
+    check(trained(directory), plain)
