@@ -115,6 +115,11 @@ OTHERS = [
     ),
     case(f"{NORMAL.replace('last', 'middle')}  y = Mul(w, normal)", SCALED),
     case(f"{NORMAL}  y = Mul(w, normal)", {**X, "w": "double[5,1]"}),
+    # The mean of each row divides a column.
+    case(
+        f"{NORMAL.replace('keepdims = 1', 'keepdims = 0')}  y = Mul(w, normal)",
+        {"x": "double[6,6]", "w": "double[6]"},
+    ),
     case(f"{HALVES}  {SUM}", ROTATED),
     case(f"{HALVES}  {SUM}", ROTATED, by=["x", "sin"]),
     case(f"{HALVES}  {SUM}", {**ROTATED, "x": "double[N,1,1,1,5,6]"}, by=["x"]),
