@@ -21,7 +21,7 @@ from onnxpar.ops.fused.written_nodes import find_gates, find_norms, find_rotatio
 
 
 def fuse_nodes(builder: LocalBuilder, outputs: Collection[ir.Value]) -> bool:
-    """Replaces what is found: only training programs have it.
+    """Replaces the nodes that are found; only training programs have such nodes.
 
     Args:
         builder: Holds the graph, in which every node is needed; it is changed.

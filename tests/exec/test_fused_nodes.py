@@ -1,4 +1,4 @@
-"""RMS norms, rotary positions and gated units of exporters in operators train as before."""
+"""RMS norms, rotary positions and gated units become operators, and train as before."""
 
 from collections import Counter
 from pathlib import Path

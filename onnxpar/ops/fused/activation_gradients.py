@@ -1,8 +1,8 @@
-"""Fused gradients of activations, alone and times another tensor, and such products.
+"""Fused gradients of activations, and gated linear units with their gradients.
 
-They are gated linear units (Shazeer, GLU Variants Improve Transformer, 2020): one operator
-has the gradients of the activation and of the product, and computes the activation again, so that
-the backward pass does not read it.
+A gated linear unit is the activation of a gate times another tensor, `up` (Shazeer, GLU Variants
+Improve Transformer, 2020). One operator has the gradients of the activation and of the product. It
+computes the activation again, so that the backward pass does not read it.
 """
 
 from math import log, pi, sqrt
@@ -50,7 +50,8 @@ SIGMOID_GRAD = Function(f"""
     }}
 """)
 
-# Each computes the derivative `slope` of an activation of x, and what follows it the activation.
+# Each text computes the derivative `slope` of an activation of x. Behind it, the text whose name
+# ends in ITSELF computes the activation `active`.
 
 # Φ(x) + x φ(x); 2 φ(x) = exp(log √(2/π) - x²/2), and the sum is halved instead of each term.
 _GELU = f"""
@@ -201,14 +202,8 @@ _GRADIENTS = tuple(
         function=function,
     )
     for memory, functions in (
-        (
-            IN_PLACE,
-            (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD, GELU_TANH_GRAD, SILU_GRAD),
-        ),
-        (
-            Kernel(over=((0, 0), (2, 1))),
-            tuple(GATED.values()),
-        ),
+        (IN_PLACE, (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD, GELU_TANH_GRAD, SILU_GRAD)),
+        (Kernel(over=((0, 0), (2, 1))), tuple(GATED.values())),
     )
     for function in functions
 )

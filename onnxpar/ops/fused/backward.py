@@ -52,14 +52,18 @@ LOG_SOFTMAX_GRAD = Function(f"""
 
 # The axis is negative: -1 if only the last dim is normalised. So all axes are constants in a
 # graph, whatever the rank.
-LAYER_NORMALIZATION_GRAD = Function("""
-    LayerNormalizationGrad <axis> (dy, x, scale, mean, inv_std) => (dx, dscale, dbias) {
-        zero = Constant<value = int64 {0}>()
-        one = Constant<value = int64 {1}>()
-        axis0 = Constant<value_int: int = @axis>()
-        axes = Range(axis0, zero, one)
-        leading = Constant<value = int64[1] {0}>()
-        part = Shape(scale)
+_NORM = """
+    zero = Constant<value = int64 {0}>()
+    one = Constant<value = int64 {1}>()
+    axis0 = Constant<value_int: int = @axis>()
+    axes = Range(axis0, zero, one)
+    leading = Constant<value = int64[1] {0}>()
+    part = Shape(scale)
+"""
+
+LAYER_NORMALIZATION_GRAD = Function(f"""
+    LayerNormalizationGrad <axis> (dy, x, scale, mean, inv_std) => (dx, dscale, dbias) {{
+        {_NORM}
         mean_t = CastLike(mean, x)
         inverse = CastLike(inv_std, x)
         centred = Sub(x, mean_t)
@@ -79,17 +83,12 @@ LAYER_NORMALIZATION_GRAD = Function("""
         dy_sum = ReduceSum<keepdims = 0>(dy_rows, leading)
         dscale = Reshape(along_sum, part)
         dbias = Reshape(dy_sum, part)
-    }
+    }}
 """)
 
-RMS_NORMALIZATION_GRAD = Function("""
-    RMSNormalizationGrad <axis> (dy, x, scale, inv_std) => (dx, dscale) {
-        zero = Constant<value = int64 {0}>()
-        one = Constant<value = int64 {1}>()
-        axis0 = Constant<value_int: int = @axis>()
-        axes = Range(axis0, zero, one)
-        leading = Constant<value = int64[1] {0}>()
-        part = Shape(scale)
+RMS_NORMALIZATION_GRAD = Function(f"""
+    RMSNormalizationGrad <axis> (dy, x, scale, inv_std) => (dx, dscale) {{
+        {_NORM}
         inverse = CastLike(inv_std, x)
         normal = Mul(x, inverse)
         along = Mul(dy, normal)
@@ -102,7 +101,7 @@ RMS_NORMALIZATION_GRAD = Function("""
         along_rows = Flatten<axis: int = @axis>(along)
         along_sum = ReduceSum<keepdims = 0>(along_rows, leading)
         dscale = Reshape(along_sum, part)
-    }
+    }}
 """)
 
 

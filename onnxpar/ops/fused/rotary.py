@@ -11,11 +11,12 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned_operands, axis_names
 from onnxpar.ops.function import VERSION, Function
 from onnxpar.ops.fused.activation_gradients import ITSELF
-from onnxpar.ops.operator import FOR_RANKS, OpDef, written_only
+from onnxpar.ops.operator import OpDef, for_ranks
 from onnxpar.ops.slots import IN_PLACE
 
 MOST_DIMS = 5
-"""The most dims of a tensor that is turned: the kernels' limit, whatever angles broadcast over."""
+"""The most dims of a rotated tensor. With more, angles might broadcast over more groups of dims
+than the kernels take: one for each dim but the last (`kAngleDims` in kernels/device/rotary.cuh)."""
 
 ROTARY = Function("""
     RotaryEmbedding (x, cos, sin) => (y) {
@@ -51,7 +52,7 @@ def rotary_grad_rule(view: NodeView) -> OpRule:
 
 
 DEFS = (
-    OpDef(DOMAIN, ROTARY.name, VERSION, written_only, gradient=FOR_RANKS, function=ROTARY),
+    for_ranks(ROTARY.name, memory=IN_PLACE, function=ROTARY),
     OpDef(
         DOMAIN,
         ROTARY_GRAD.name,

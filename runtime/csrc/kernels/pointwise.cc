@@ -20,9 +20,9 @@ constexpr Pointwise::Rule kGatedGeluTanh = ONNXPAR_GATED(gated_gelu_tanh);
 constexpr Pointwise::Rule kGatedSilu = ONNXPAR_GATED(gated_silu);
 
 #define ONNXPAR_GATED_GRAD(name) {#name, ONNXPAR_CHOICE(name)}
-constexpr Gated::Rule kGatedGeluGrad = ONNXPAR_GATED_GRAD(gated_gelu_grad);
-constexpr Gated::Rule kGatedGeluTanhGrad = ONNXPAR_GATED_GRAD(gated_gelu_tanh_grad);
-constexpr Gated::Rule kGatedSiluGrad = ONNXPAR_GATED_GRAD(gated_silu_grad);
+constexpr GatedGrad::Rule kGatedGeluGrad = ONNXPAR_GATED_GRAD(gated_gelu_grad);
+constexpr GatedGrad::Rule kGatedGeluTanhGrad = ONNXPAR_GATED_GRAD(gated_gelu_tanh_grad);
+constexpr GatedGrad::Rule kGatedSiluGrad = ONNXPAR_GATED_GRAD(gated_silu_grad);
 
 Operator gradient(const char* name, decltype(Operator::make) make) {
   return {name, {{}, {}}, {port_like(like<0>)}, in_place<0>, std::move(make)};
@@ -32,9 +32,9 @@ Operator gated(const char* name, const Pointwise::Rule& rule) {
   return {name, {{}, {}}, {port_like(like<0>)}, in_place<0>, fused<Pointwise>(rule)};
 }
 
-Operator gated_gradient(const char* name, const Gated::Rule& rule) {
+Operator gated_gradient(const char* name, const GatedGrad::Rule& rule) {
   return {name, {{}, {}, {}}, {port_like(like<1>), port_like(like<2>)}, in_place<0, 2>,
-          fused<Gated>(rule)};
+          fused<GatedGrad>(rule)};
 }
 
 // Of 16-bit inputs float32.
@@ -53,7 +53,7 @@ Pointwise::Operands Pointwise::read(const Io& io) const {
   return {x, other, output_like(io, 0, x)};
 }
 
-Gated::Operands Gated::read(const Io& io) const {
+GatedGrad::Operands GatedGrad::read(const Io& io) const {
   const Tensor dy = io.input(0);
   const Tensor gate = io.input(1);
   const Tensor up = io.input(2);

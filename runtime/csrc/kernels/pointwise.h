@@ -30,7 +30,7 @@ class Pointwise {
 };
 
 // The gradient of the activation of a gate times another tensor.
-class Gated {
+class GatedGrad {
  public:
   struct Rule {
     const char* kernel;  // on a device
@@ -43,7 +43,7 @@ class Gated {
     Output dgate;
     Output dup;
   };
-  Gated(const Node&, const Rule& rule) : rule_(rule) {}
+  GatedGrad(const Node&, const Rule& rule) : rule_(rule) {}
   Operands read(const Io& io) const;
   void host(const Io& io, const Operands& o) const;
   void device(const Io& io, const Operands& o) const;

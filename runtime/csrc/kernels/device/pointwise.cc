@@ -14,7 +14,7 @@ void Pointwise::device(const Io& io, const Operands& o) const {
                static_cast<Index>(count));
 }
 
-void Gated::device(const Io& io, const Operands& o) const {
+void GatedGrad::device(const Io& io, const Operands& o) const {
   const size_t count = o.dy.count();
   Queue queue(io, "pointwise.cu", o.dy.type);
   queue.launch(rule_.kernel, over(count, pack(o.dy.type)), o.dgate.data, o.dup.data, o.dy.data,

@@ -142,8 +142,8 @@ __device__ Real inverse_of(const Norm& l, Index row) {
   return load_any<Real>(l.inv_std, l.inv_std_type, row);
 }
 
-// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)). Without a
-// mean both means of the right but the last are zero.
+// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)). If
+// nothing is centred, mean and mean(w) count as 0.
 template <class Rule, class Team>
 __device__ void norm_rows(Element* dx, const Norm& l) {
   const Team team;

@@ -16,7 +16,7 @@ void Pointwise::host(const Io& io, const Operands& o) const {
   });
 }
 
-void Gated::host(const Io& io, const Operands& o) const {
+void GatedGrad::host(const Io& io, const Operands& o) const {
   with_real(o.dy, "dy", [&](auto zero) {
     using T = decltype(zero);
     const Reader<T> from(o.dy, "dy");

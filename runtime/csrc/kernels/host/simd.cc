@@ -370,8 +370,8 @@ void scaled_exp_each(T* dx, const T* y, const T* factors, size_t n) {
   for (size_t i = 0; i < n; ++i) dx[i] = factors[i] * exponential(y[i]);
 }
 
-// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)). Without a
-// mean both means of the right but the last are zero.
+// With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)). If
+// nothing is centred, mean and mean(w) count as 0.
 template <bool kCentred, class T>
 inline __attribute__((always_inline)) void norm_grad(T* dx, T* __restrict dscale,
                                                      T* __restrict dbias, const T* dy, const T* x,
